@@ -158,12 +158,7 @@ class ForkServerUnavailableError(Exception):
 
 
 class ForkServerUnfitError(ForkServerUnavailableError):
-    """Ranks can't be forked on this machine, now and later. Never leaves `gang`."""
-
-    def __init__(self, why: str, culprit: str = "") -> None:
-        """Keep which import, if any, is to blame."""
-        super().__init__(why)
-        self.culprit = culprit
+    """The fork server's process can't be forked. Never leaves `gang`."""
 
 
 class TaskCancelled(BaseException):

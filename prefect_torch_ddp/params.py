@@ -52,6 +52,7 @@ class GangOptions(TypedDict, total=False):
     resources: Mapping[str, float] | None
     interface: str | None
     launcher: Launcher
+    preload: tuple[str, ...] | None
 
 
 class GangParams(Params):
@@ -98,6 +99,11 @@ class GangParams(Params):
     launcher: Launcher = "auto"
     """auto forks ranks from the warm fork server of each Dask worker, in milliseconds, where that
     is safe; exec starts a fresh Python for each."""
+    preload: tuple[str, ...] | None = None
+    """Installed packages that each fork server imports once, before it forks ranks, e.g.
+    `("transformers",)`: ranks start sooner. Each rank then has what the package read from the
+    environment and drew as it loaded. Empty: PIL and torchvision, if the function's module imports
+    them at its top, before any other code of yours runs."""
 
     def options_of_gang(self) -> GangOptions:
         """Return those that `run_gang` takes by keyword."""

@@ -19,7 +19,6 @@ from prefect_torch_ddp.gang.caller.code import (
     name_of,
     own_code_paths,
     pickle_call,
-    preload_of,
 )
 from prefect_torch_ddp.gang.caller.growth import Growth
 from prefect_torch_ddp.gang.caller.lines import log_event
@@ -31,6 +30,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     place,
 )
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
+from prefect_torch_ddp.gang.caller.preload import preload_of
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
@@ -98,7 +98,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     def attempt_once(number: int) -> list[bytes]:
         own_args = tuple(args(number) if callable(args) else args)
-        preload = preload_of(own_args[1] if brings_context(fn) else fn, plan.code_paths)
+        preload = preload_of(own_args[1] if brings_context(fn) else fn, given.preload)
         payload = pickle_call(fn, own_args, dict(kwargs or {}))
         logs = cloudpickle.dumps(log.logs)
         whole = replace(plan, payload=payload, preload=preload, logs=logs)

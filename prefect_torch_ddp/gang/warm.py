@@ -5,12 +5,12 @@ This module is also a preload of Dask's: `dask worker --preload prefect_torch_dd
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Worker
 
-from prefect_torch_ddp.gang.caller.code import own_code_paths, preload_of
+from prefect_torch_ddp.gang.caller.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_client
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
+def warm(
+    client: Client,
+    code: Callable[..., Any] | str | None = None,
+    preload: Sequence[str] | None = None,
+) -> None:
     """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
     Doesn't wait for it, nor for workers that join later, which the next gang warms. An idle fork
@@ -28,16 +32,20 @@ def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
 
     Args:
         client: a synchronous Dask client.
-        code: the function, the script or the workload of the next gang: the libraries that it
-            imports are loaded too.
+        code: the function, the script or the workload of the next gang: the libraries that are
+            loaded ahead for it are loaded too.
+        preload: the libraries that the next gang names; see `GangParams`.
 
     Raises:
-        InvalidParamsError: the client isn't synchronous, or not connected.
+        InvalidParamsError: the client isn't synchronous, or not connected; `preload` names a
+            module of your own.
     """
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]
-    preload = TORCH_ALONE if code is None else preload_of(code, own_code_paths())
-    asyncio.run_coroutine_threadsafe(_warm(client, preload), loop).add_done_callback(_note)
+    wanted = TORCH_ALONE
+    if code is not None or preload is not None:
+        wanted = preload_of(code or "", preload)
+    asyncio.run_coroutine_threadsafe(_warm(client, wanted), loop).add_done_callback(_note)
 
 
 async def dask_setup(worker: Worker) -> None:

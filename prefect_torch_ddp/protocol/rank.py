@@ -78,14 +78,25 @@ def _prefixes() -> tuple[Path, Path]:
     return Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
 
 
+SAFE_LIBRARIES = ("PIL", "torchvision")
+"""Libraries that a fork server may import for any gang. Their import starts no thread, opens no
+file, draws nothing, leaves CUDA alone and reads none of the variables that are each rank's own;
+`test_safe_libraries_leave_a_fork_server_fit` checks it."""
+
+
 @dataclass(frozen=True)
 class Preload:
     """What a fork server loads for the ranks of a gang."""
 
-    imports: tuple[str, ...] = ()
-    """Statements that import from installed packages, in the order in which ranks would."""
-    shadowed_by: tuple[str, ...] = ()
-    """Folders of the user's own modules that come before installed packages."""
+    libraries: tuple[str, ...] = ()
+    """Names of installed modules, in the order in which they are imported."""
+    shadowed: tuple[str, ...] = ()
+    """Safe libraries whose name is a module of the user's own: they must not be loaded."""
+
+    def allows(self, library: str) -> bool:
+        """Whether ranks may be forked with a library that another gang has wanted."""
+        is_safe = library in SAFE_LIBRARIES and library not in self.shadowed
+        return library in self.libraries or is_safe
 
 
 TORCH_ALONE = Preload()
@@ -199,14 +210,10 @@ class ForkServerOrder(_Message):
     """
 
     op: Literal["fork", "reap", "load"]
-    """load: fork a server that has some libraries loaded too, with the socket that comes along."""
+    """load: import a library."""
     pid: int = 0
     """Whom to reap."""
-    imports: Sequence[str] = ()
-    shadowed_by: Sequence[str] = ()
-    """Both of the Preload."""
-    rank_variables: Sequence[str] = ()
-    """Environment variables that ranks have and the server lacks, or has otherwise."""
+    library: str = ""
 
 
 @dataclass(frozen=True)
@@ -219,5 +226,3 @@ class ForkServerAnswer(_Message):
     """How a reaped process ended: its exit code, or the negated number of the signal."""
     unfit: str | None = None
     """Why forking is not safe; None where it is."""
-    culprit: str = ""
-    """The import that made it unsafe."""

@@ -1,6 +1,6 @@
 """The fork server: a process that loads torch once and forks ranks for its Dask worker.
 
-It also forks another server like itself, which has the libraries of a gang loaded too.
+It imports other libraries too, for a gang whose user names them or that are known to be safe.
 
 Why forking is safe here: one thread and no CUDA (both checked before each fork), no lock held,
 no open file but the socket. The child leads a session of its own and dies with the fork server
@@ -13,6 +13,7 @@ any session, and is killed with the last rank of the gang.
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import random
 import select
@@ -20,14 +21,20 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
-from prefect_torch_ddp.rank.libraries import freeze, load_ahead, why_unfit
+from prefect_torch_ddp.protocol.rank import (
+    ForkServerAnswer,
+    ForkServerOrder,
+    LaunchPage,
+    RankFiles,
+    is_installed,
+)
 from prefect_torch_ddp.rank.main import (
     adopt_orphans,
     default_to_fork,
@@ -60,8 +67,8 @@ def main(arguments: Sequence[str]) -> None:
     _load_torch()
     die_with(None)  # from now on there may be ranks, whose leftovers it kills before it ends
     with contextlib.suppress(BrokenPipeError):  # its worker is gone
-        worker.send(ForkServerAnswer(unfit=why_unfit()).encode())
-    freeze()
+        worker.send(ForkServerAnswer(unfit=_why_unfit()).encode())
+    _freeze()
     run = _Server(worker, idle_s).serve()
     if run is not None:
         run()
@@ -94,6 +101,39 @@ def _load_torch() -> None:
         import torch._dynamo  # noqa: PLC0415
 
 
+def _import(library: str) -> ForkServerAnswer:
+    """Import a library; says whether it failed, or made this process unfit."""
+    try:
+        file = getattr(importlib.import_module(library), "__file__", None)
+    except BaseException as error:  # noqa: BLE001 - its rank will meet it too, and says so
+        return ForkServerAnswer(unfit=f"{type(error).__name__}: {error}")
+    if file is not None and not is_installed(file):
+        return ForkServerAnswer(unfit="it isn't an installed package")
+    unfit = _why_unfit()
+    _freeze()
+    return ForkServerAnswer(unfit=unfit)
+
+
+def _why_unfit() -> str | None:
+    """Return what makes forking this process unsafe; None when nothing does."""
+    import torch  # noqa: PLC0415 - spawned children of a rank import this module
+
+    num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone are counted
+    if num_threads != 1:
+        return f"it runs {num_threads} threads"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "CUDA is initialised in it"
+    return None
+
+
+def _freeze() -> None:
+    """Keep children from copying what they share with this process, or taking it apart at exit."""
+    gc.freeze()
+    # Torch's alone take 30 ms of each rank's end.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001
+        finalizer.atexit = False
+
+
 class _Server:
     def __init__(self, worker: socket.socket, idle_s: float) -> None:
         self._worker = worker
@@ -110,11 +150,12 @@ class _Server:
             if message.op == "reap":
                 self._answer(ForkServerAnswer(status=self._reap(message.pid)))
                 continue
-            unfit = why_unfit()
+            if message.op == "load":
+                self._answer(_import(message.library))
+                continue
+            unfit = _why_unfit()
             pid = 0 if unfit else _fork(self._worker)
             if pid is None:
-                if message.op == "load":
-                    return self._become_loaded(message, fds[0])
                 return _become_rank(fds, self._pid)
             for fd in fds:
                 os.close(fd)
@@ -136,17 +177,9 @@ class _Server:
         return (ForkServerOrder.decode(data), fds) if data else None
 
     def _is_in_use(self) -> bool:
-        """Whether a rank lives, or a server with more libraries, which ends when idle itself."""
+        """Whether a rank lives."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return any(os.waitid(os.P_PID, pid, options) is None for pid in self._ranks)
-
-    def _become_loaded(self, order: ForkServerOrder, fd: int) -> Callable[[], None] | None:
-        """Serve as a fork server with more libraries, in a forked child of the first one."""
-        die_with(self._pid)
-        adopt_orphans()
-        worker = socket.socket(fileno=fd)
-        worker.send(load_ahead(order).encode())
-        return _Server(worker, self._idle_s).serve()
 
     def _answer(self, answer: ForkServerAnswer) -> None:
         self._worker.send(answer.encode())

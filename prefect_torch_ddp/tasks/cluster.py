@@ -83,7 +83,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
     is_here = _is_here(client, storage)
-    warm(client, params.workload)
+    warm(client, params.workload, params.preload)
     return is_here
 
 

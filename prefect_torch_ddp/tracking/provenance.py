@@ -5,8 +5,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
-from prefect_torch_ddp.gang.caller.code import imported_packages
 from prefect_torch_ddp.gang.versions import versions
+from prefect_torch_ddp.tracking.imports import imported_packages
 
 GIT_TIMEOUT_S = 5.0
 OTHER_NAMES = {

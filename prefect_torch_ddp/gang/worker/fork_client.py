@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -19,8 +18,8 @@ from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.liveness import CALLERS
-from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd
-from prefect_torch_ddp.gang.worker.fork_launch import ONE_THREAD, launch
+from prefect_torch_ddp.gang.worker.child import Child, has_pidfd
+from prefect_torch_ddp.gang.worker.fork_launch import launch
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
@@ -37,13 +36,14 @@ AGENT_LIMIT_S = 300.0
 class ForkServer:
     """A running fork server and the socket to it. Safe between threads."""
 
-    def __init__(self, process: Child, connection: socket.socket, preload: Preload) -> None:
-        """Take a process that loads torch, or more; see `wait_until_ready`."""
+    def __init__(self, process: Child, connection: socket.socket) -> None:
+        """Take a process that loads torch; see `wait_until_ready`."""
         self._process, self._socket = process, connection
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._lock = threading.Lock()
         self._is_ready = False
-        self.preload = preload
+        self.libraries: list[str] = []
+        """What else it has loaded."""
         self.is_silent = False
         """Whether it once failed to answer: its ranks may live on, but it forks no more."""
 
@@ -52,19 +52,7 @@ class ForkServer:
         """Start one with torch alone."""
         launched = launch()
         process = launched.process
-        return cls(Child(process.pid, process.wait), launched.connection, Preload())
-
-    def with_libraries(self, preload: Preload) -> "ForkServer":
-        """Fork a server that has libraries loaded too, once it is ready; raises as `fork`."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = ForkServerOrder(
-            "load",
-            imports=preload.imports,
-            shadowed_by=preload.shadowed_by,
-            rank_variables=[*CONTRACT, *(n for n in ONE_THREAD if os.environ.get(n) != "1")],
-        )
-        with theirs:
-            return ForkServer(self._fork(order, [theirs.fileno()]), ours, preload)
+        return cls(Child(process.pid, process.wait), launched.connection)
 
     @property
     def pid(self) -> int:
@@ -81,15 +69,25 @@ class ForkServer:
         with self._lock:
             if self._is_ready:
                 return
-            poller = select.poll()
-            poller.register(self._socket, select.POLLIN)
-            if not poller.poll(BOOT_TIMEOUT_S * 1000):
-                msg = f"the fork server has loaded for {BOOT_TIMEOUT_S:g} s and is not done"
-                raise ForkServerUnavailableError(msg)
-            answer = self._receive()
-            if answer.unfit is not None:
-                raise ForkServerUnfitError(answer.unfit, answer.culprit)
+            self._wait_until_loaded()
             self._is_ready = True
+
+    def load(self, library: str) -> None:
+        """Have it import a library; raises as `wait_until_ready`, and must then be given up."""
+        with self._lock:
+            self._socket.send(ForkServerOrder("load", library=library).encode())
+            self._wait_until_loaded()
+            self.libraries.append(library)
+
+    def _wait_until_loaded(self) -> None:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(BOOT_TIMEOUT_S * 1000):
+            msg = f"the fork server has loaded for {BOOT_TIMEOUT_S:g} s and is not done"
+            raise ForkServerUnavailableError(msg)
+        answer = self._receive()
+        if answer.unfit is not None:
+            raise ForkServerUnfitError(answer.unfit)
 
     def fork(self, files: RankFiles) -> Child:
         """Fork a rank; raises ForkServerUnavailableError, and won't fork it later either."""
@@ -152,16 +150,15 @@ def _stat(pid: int) -> list[str]:
 
 
 class ForkClient:
-    """The fork servers of a Dask worker: one with torch, and one of it with a gang's libraries.
+    """The fork server of a Dask worker.
 
-    The second lives until a gang with other libraries comes. A gang without any has the first.
+    Another takes its place for a gang that must not have a library which another gang named.
     """
 
     def __init__(self, worker: str) -> None:
         """Start with none."""
         self._worker = worker
         self._server: ForkServer | None = None
-        self._loaded: ForkServer | None = None
         self._lock = threading.RLock()
         self._unfit = None if has_pidfd() else "it needs Linux with pidfd_open"
         self._left_to_ranks: set[str] = set()
@@ -169,7 +166,7 @@ class ForkClient:
         """What a gang's log should say."""
 
     def warm_up(self, preload: Preload) -> None:
-        """Get the servers ready in a thread, unless a gang has the worker: it is left in peace."""
+        """Get the server ready in a thread, unless a gang has the worker: it is left in peace."""
 
         def warm() -> None:
             with self._lock, contextlib.suppress(OSError):  # its gang will say so
@@ -184,8 +181,11 @@ class ForkClient:
         Only the holder of the worker's slot asks: no other gang has ranks of these servers.
         """
         with self._lock:
-            server = self._ready()
-            return self._with_libraries(server, preload) if server is not None else None
+            while True:
+                server = self._ready()
+                if server is None or self._has_libraries(server, preload):
+                    return server
+                self.close()
 
     def _ready(self) -> ForkServer | None:
         if self._unfit is not None:
@@ -205,43 +205,31 @@ class ForkClient:
             return None
         return self._server
 
-    def _with_libraries(self, server: ForkServer, preload: Preload) -> ForkServer:
-        while True:
-            imports = [each for each in preload.imports if each not in self._left_to_ranks]
-            wanted = replace(preload, imports=tuple(imports))
-            loaded = self._loaded
-            if loaded and (loaded.preload != wanted or loaded.is_silent or not loaded.is_alive):
-                loaded.close()
-                self._loaded = None
-            if not imports:
-                return server
+    def _has_libraries(self, server: ForkServer, preload: Preload) -> bool:
+        """Have a server load what it lacks; False where it has to be replaced."""
+        if not all(map(preload.allows, server.libraries)):
+            return False
+        known = {*server.libraries, *self._left_to_ranks}
+        for name in (name for name in preload.libraries if name not in known):
             try:
-                self._loaded = self._loaded or server.with_libraries(wanted)
-                self._loaded.wait_until_ready()
-            except ForkServerUnavailableError as error:
-                if not server.is_alive:  # no fault of the libraries
-                    return server
-                culprit = getattr(error, "culprit", "")
-                self._left_to_ranks |= {culprit} if culprit else set(imports)
-                what = culprit or "; ".join(imports)
-                self.notes.append(f"not loaded ahead but in each rank: {what} ({error})")
+                server.load(name)
+            except (OSError, ForkServerUnavailableError) as error:
+                self._left_to_ranks.add(name)
+                self.notes.append(f"not loaded ahead but in each rank: {name} ({error})")
                 logger.info("%s", self.notes[-1])
-                if self._loaded is not None:
-                    self._loaded.close()
-                    self._loaded = None
-            else:
-                return self._loaded
+                return False
+        return True
 
     def end(self) -> None:
-        """End the servers for good."""
+        """End the server for good."""
         self._unfit = "its worker is closing"
         self.close()
 
     def close(self) -> None:
-        """End the servers."""
-        for server in filter(None, (self._loaded, self._server)):
-            server.close()
-        self._loaded = self._server = None
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
 
 _CLIENTS: dict[str, ForkClient] = {}

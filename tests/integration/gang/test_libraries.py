@@ -1,7 +1,9 @@
-"""Libraries are loaded once for each Dask worker, where a rank computes the same with them."""
+"""Libraries are loaded ahead once for each Dask worker, if the user names them or they are safe."""
 
 import os
 import site
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,27 +12,27 @@ from typing import Any
 import pytest
 from distributed import Client, LocalCluster
 
-from prefect_torch_ddp import run_gang, warm
+from prefect_torch_ddp import InvalidParamsError, run_gang, warm
+from prefect_torch_ddp.gang.worker.child import CONTRACT
 from prefect_torch_ddp.protocol import rank as protocol
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
-from tests.support.waiting import wait_until
+from prefect_torch_ddp.protocol.rank import SAFE_LIBRARIES
+from tests.support.waiting import HANG_S, wait_until
 
 NOTE = "import os, pathlib\nwith pathlib.Path({place!r}, __name__).open('a') as file:\n"
 NOTE += "    file.write(f'{{os.getpid()}}\\n')\n"
-ODD = {
+LIBRARIES = {
+    "good": "",
+    "better": "",
     "starts_thread": "import threading\n"
     "threading.Thread(target=threading.Event().wait, daemon=True).start()",
-    "opens_file": "FILE = open(os.devnull)",
-    "reads_rank": "RANK = os.environ.get('LOCAL_RANK')",
-    "draws": "import random\nDRAWS = random.Random()",
     "fails_once": "if os.environ.get('RANK') is None:\n    raise RuntimeError('no rank')",
+    "dies": "os.environ.get('RANK') or os._exit(7)",
 }
 REASONS = {
     "starts_thread": "it runs 2 threads",
-    "opens_file": "it opens files",
-    "reads_rank": "it reads LOCAL_RANK, which is each rank's own",
-    "draws": "it keeps random numbers of its own",
     "fails_once": "RuntimeError: no rank",
+    "dies": "the fork server ended with status 7",
 }
 
 
@@ -42,15 +44,11 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     for folder in (installed, own, tmp_path / "loads"):
         folder.mkdir(parents=True)
     note = NOTE.format(place=str(tmp_path / "loads"))
-    for name, code in {**ODD, "good": "", "dies": "os.environ.get('RANK') or os._exit(7)"}.items():
+    for name, code in LIBRARIES.items():
         (installed / f"{name}.py").write_text(note + code)
-    (own / "helper.py").write_text("import good\n")
     (own / "trains.py").write_text(
-        f"import helper, os\nimport {', '.join(ODD)}\n"
-        "def train(): return os.getpid(), os.getppid()\n"
-        "def evaluate(): return os.getpid(), os.getppid()\n"
+        f"import os, {', '.join(LIBRARIES)}\ndef train(): return os.getpid(), os.getppid()\n"
     )
-    (own / "unlucky.py").write_text("import good, dies\ndef train(): return 'trained'\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [Path.cwd(), installed])))
     monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
     monkeypatch.setattr(site, "USER_SITE", user_site)
@@ -71,45 +69,79 @@ def loads(tmp_path: Path, library: str) -> list[int]:
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
-def run(client: Client, name: str) -> tuple[list[Any], list[str]]:
-    """Run a gang of two ranks; return their values, and what the gang itself said."""
+def run(
+    client: Client, preload: tuple[str, ...] | None = None
+) -> tuple[set[int], set[int], list[str]]:
+    """Run a gang of two ranks; return them, their parents, and what the gang itself said."""
     events: list[GangEvent] = []
-    call = {"world_size": 2, "ranks_per_worker": 2, "on_event": events.append}
-    values = run_gang(client, name, **call)
-    return values, [event.text for event in events if isinstance(event, LogLine)]
+    call: dict[str, Any] = {"world_size": 2, "ranks_per_worker": 2, "on_event": events.append}
+    values = run_gang(client, "trains:train", **call, preload=preload)
+    said = [event.text for event in events if isinstance(event, LogLine)]
+    return {rank for rank, _ in values}, {parent for _, parent in values}, said
 
 
-def test_a_library_is_loaded_once_and_what_does_not_fit_in_ranks(
+def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) -> None:
+    """`warm` loads it ahead, and later gangs that name it find it; others don't get it."""
+    warm(client, preload=["good"])
+    wait_until(lambda: bool(loads(tmp_path, "good")))
+    _, servers, said = run(client, ("good",))
+    assert set(loads(tmp_path, "good")) == servers
+    ranks, same, said_again = run(client, ("good", "better"))
+    assert same == servers, "it loads what is wanted besides"
+    assert set(loads(tmp_path, "better")) > servers
+    assert ranks.isdisjoint(loads(tmp_path, "good"))
+    assert ranks.isdisjoint(loads(tmp_path, "better"))
+    without, others, said_last = run(client)
+    assert others.isdisjoint(servers)
+    assert without <= set(loads(tmp_path, "good"))
+    assert said == said_again == said_last == []
+
+
+def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
     client: Client, tmp_path: Path
 ) -> None:
-    """`warm` loads those of the next gang ahead, a second gang finds them loaded; what would differ
-    in a fork is named once, with the reason."""
-    warm(client, "trains:train")
-    wait_until(lambda: bool(loads(tmp_path, "good")))
-    first, said = run(client, "trains:train")
-    loaded_by = loads(tmp_path, "good")
-    second, said_again = run(client, "trains:evaluate")
-    assert {parent for _, parent in first + second} == {loaded_by[-1]}
-    assert loads(tmp_path, "good") == loaded_by
-    assert len(loaded_by) == 1 + len(ODD), "each odd one costs a server its life"
+    """It is named once, with the reason; the rest of the list is loaded ahead."""
+    ranks, _, said = run(client, ("good", *REASONS))
     for library, reason in REASONS.items():
-        assert f"not loaded ahead but in each rank: import {library} ({reason})" in said
-        assert {pid for pid, _ in first + second} <= set(loads(tmp_path, library))
-    assert len(said) == len(ODD)
-    assert said_again == []
+        assert f"not loaded ahead but in each rank: {library} ({reason})" in said
+        assert ranks <= set(loads(tmp_path, library))
+    _, _, said_again = run(client, ("good", *REASONS))
+    assert (len(said), said_again) == (len(REASONS), [])
+    with pytest.raises(InvalidParamsError, match="'trains', which is a module of your own"):
+        run(client, ("trains",))
 
 
-def test_an_import_that_ends_the_server_costs_the_libraries_alone(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gang runs, its ranks load what they import, and another gang has its libraries. A
-    checkout that comes first on the path, as with `python -m flows.quickstart`, is installed."""
-    values, said = run(client, "unlucky:train")
-    assert values == ["trained", "trained"]
-    left = "import good; import dies (the fork server ended with status 7)"
-    assert said == [f"not loaded ahead but in each rank: {left}"]
-    assert len(loads(tmp_path, "good")) == 3
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    example = "from prefect_torch_ddp.examples import digits\ndef train(): return 'trained'\n"
-    (tmp_path / "own" / "example.py").write_text(example)
-    assert run(client, "example:train") == (["trained", "trained"], [])
+PROBE = """
+import gc, os, random, sys
+import numpy as np, torch, torch.distributed, torch.utils.data, torch._dynamo
+reads, read = set(), os._Environ.__getitem__
+def note(environ, name):
+    reads.add(name)
+    return read(environ, name)
+def look():
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    return states, sorted(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def generators():
+    kinds = random.Random, np.random.Generator, np.random.RandomState
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
+gc.collect()
+before, made, environment = look(), generators(), dict(os.environ)
+os._Environ.__getitem__ = note
+__import__(sys.argv[1])
+os._Environ.__getitem__ = read
+gc.collect()
+assert look() == before, "a state, a file or a thread"
+assert generators() == made, "a generator"
+assert dict(os.environ) == environment, "the environment"
+assert not torch.cuda.is_initialized()
+print(*reads)
+"""
+
+
+@pytest.mark.parametrize("library", SAFE_LIBRARIES)
+def test_safe_libraries_leave_a_fork_server_fit(library: str) -> None:
+    """Their import starts, opens, draws and changes nothing, and reads nothing of a rank's own."""
+    command = [sys.executable, "-c", PROBE, library]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    reads = subprocess.check_output(command, text=True, timeout=HANG_S, env=environment).split()
+    assert set(reads).isdisjoint(CONTRACT)

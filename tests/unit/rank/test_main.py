@@ -1,23 +1,18 @@
 """How a rank process and its fork server prepare, and what a rank says whose agent falls silent."""
 
-import ctypes
 import multiprocessing.context
 import os
 import pickle
-import shutil
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from prefect_torch_ddp.protocol.events import FailureWritten, RankFailure, decode_event
 from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.libraries import _sizes_of_pools, _thread_pools
 from prefect_torch_ddp.rank.link import AgentLink
 from prefect_torch_ddp.rank.main import default_to_fork
 from tests.support.launches import launch_of
@@ -66,14 +61,3 @@ def test_a_rank_that_ends_itself_leaves_word(
     else:
         assert failure.kind == "worker_lost"
         assert failure.summary == "worker tcp://a:1 gave its ranks no sign of life for 1.5 s"
-
-
-def test_a_pool_of_threads_that_an_import_brings_is_noticed(tmp_path: Path) -> None:
-    """By its name alone, in what is loaded ahead: its C code has read OMP_NUM_THREADS. One that was
-    there is none."""
-    before = _thread_pools()
-    assert _sizes_of_pools(before) == set()
-    library = tmp_path / "libgomp-odd.so.1"
-    shutil.copy(next(Path(psutil.__file__).parent.glob("*.so")), library)
-    ctypes.CDLL(str(library))
-    assert _sizes_of_pools(before) == {"OMP_NUM_THREADS"}

@@ -1,0 +1,119 @@
+"""The user's own code: its folders, in order, and the libraries that are loaded for it."""
+
+import gc
+import site
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.code import own_code_paths
+from prefect_torch_ddp.gang.caller.preload import preload_of
+from prefect_torch_ddp.protocol.rank import Preload
+
+
+def test_the_callers_order_holds_at_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's folder and its sub-folder stay before installed packages, others behind."""
+    script, below, late = tmp_path / "script", tmp_path / "script" / "flows", tmp_path / "late"
+    for folder in (below, late):
+        folder.mkdir(parents=True)
+    installed = [sysconfig.get_path("stdlib"), site.getsitepackages()[0]]
+    monkeypatch.setattr(
+        sys, "path", [f"{sys.prefix}/bin", str(script), str(below), *installed, str(late)]
+    )
+    paths = own_code_paths()
+    assert (paths.first, paths.last) == ((str(script), str(below)), (str(late),))
+    late.rmdir()  # a worker without a shared file system
+    at_rank = ["/worker", str(below), "/site-packages"]
+    wanted = [str(script), str(below), "/worker", "/site-packages"]
+    assert paths.around(at_rank) == wanted
+
+
+BEFORE = {
+    "only imports": ("import os, sys\nfrom pathlib import Path\n", True),
+    "docstring and constants": ('"""Words."""\nimport os\nLR = 0.1\nNAMES: list = ["a"]\n', True),
+    "definitions": ("def f(x=1):\n    g()\nclass A:\n    y = 2\n    def m(self): f()\n", True),
+    "load_dotenv()": ("from pydantic import BaseModel\nload_dotenv()\n", False),
+    "setup() of an own module": ("from job_settings import setup\n", False),
+    "an own module": ("import job_settings\n", False),
+    "an environment variable": ("import os\nos.environ['A'] = 'b'\n", False),
+    "a called default": ("def f(x=g()):\n    pass\n", False),
+    "a decorator": ("@g\ndef f():\n    pass\n", False),
+    "a class that calls": ("class A:\n    g()\n", False),
+    "an assigned call": ("X = g()\n", False),
+    "a condition": ("if True:\n    pass\n", False),
+}
+
+
+@pytest.mark.parametrize(("before", "loads"), BEFORE.values(), ids=BEFORE)
+def test_a_library_is_loaded_ahead_only_if_nothing_runs_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, *, loads: bool
+) -> None:
+    """Code above an import may prepare it, as `load_dotenv()` does."""
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "__init__.py").write_text("import os\n")
+    (tmp_path / "job_settings.py").touch()
+    (job / "train.py").write_text(f"{before}import torch, torchvision\ndef train(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wanted = ("torchvision",) if loads else ()
+    assert preload_of("job.train:train").libraries == wanted
+    assert preload_of(str(job / "train.py")).libraries == wanted
+    (job / "__init__.py").write_text("import os\nprint()\n")
+    assert preload_of("job.train:train").libraries == ()
+    assert "job" not in sys.modules
+
+
+def test_only_safe_libraries_are_loaded_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are loaded if the user names them; a module of the user's own is refused."""
+    (tmp_path / "own.py").write_text("from PIL import Image\nimport psutil\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert preload_of("own:train").libraries == ("PIL",)
+    assert preload_of("own:train", ["psutil"]).libraries == ("psutil",)
+    assert preload_of("own:train", []).libraries == ()
+    assert preload_of("absent:train").libraries == ()
+    with pytest.raises(InvalidParamsError, match="'own', which is a module of your own"):
+        preload_of("own:train", ["own"])
+
+
+def test_a_library_in_whose_place_the_user_has_a_module_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor may a server have it that another gang's ranks were forked from."""
+    (tmp_path / "torchvision.py").touch()
+    (tmp_path / "own.py").write_text("import torchvision\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    preload = preload_of("own:train")
+    assert preload == Preload((), ("torchvision",))
+    assert [preload.allows(name) for name in ("PIL", "torchvision", "psutil")] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_sources_are_read_in_threads(tmp_path: Path) -> None:
+    """As for gangs that are run at once, beside Dask, which follows the garbage collector."""
+    script = tmp_path / "deep.py"
+    script.write_text(f"x = {'[' * 40}1{']' * 40}\n" * 100)
+    threshold = gc.get_threshold()
+    gc.set_threshold(20)
+    gc.callbacks.append(_let_others_in)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert len(set(pool.map(preload_of, [str(script)] * 20))) == 1
+    finally:
+        gc.callbacks.remove(_let_others_in)
+        gc.set_threshold(*threshold)
+
+
+def _let_others_in(*_: object) -> None:
+    time.sleep(1e-5)
