@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias, TypeGuard, cast, get_args
 
 import torch
@@ -26,6 +26,7 @@ from prefect_torch_ddp.data.sampler import (
 )
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.data.tagged import Tagged, TaggedCollate
+from prefect_torch_ddp.data.traits import Trait, traits_of
 from prefect_torch_ddp.errors import InvalidParamsError
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,16 @@ class RankLoader:
         self._refuses_nones = not (is_alone or self._keeps_nones)
         self._loader.collate_fn = TaggedCollate(
             collate, self._refuses_nones, has_workers=self._loader.num_workers > 0
+        )
+
+    @cached_property
+    def traits(self) -> dict[str, list[Trait]]:
+        """A few values of the dataset as it is when first asked: equal on all ranks."""
+        fetched = self._loader.dataset
+        return (
+            fetched.traits
+            if isinstance(fetched, ShardReader)
+            else traits_of(self.dataset, self.batches.num_samples)
         )
 
     @property

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
 from prefect_torch_ddp.data.tagged import Tagged, ended_early
+from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024
@@ -78,6 +79,14 @@ class ShardReader(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._first_ids[-1]
+
+    @property
+    def traits(self) -> dict[str, list[Trait]]:
+        """A few names and sizes of shards: equal on all ranks."""
+        some = spread(len(self._shards))
+        # The only one may be this rank's own copy of it, by whatever name.
+        names = {"shards": values_at(self._shards, some)} if len(self._shards) > 1 else {}
+        return {**names, "num_samples(shard)": values_at(self._sizes, some)}
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
         """Return the samples at these positions; an id counts the samples before in `shards()`."""

@@ -78,7 +78,7 @@ class Agreement:
             RuntimeError: there are several ranks and the process group isn't up.
         """
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._ahead_s = ahead_s
         self._next_point = point
         self._last_point = point
@@ -139,6 +139,12 @@ class Agreement:
         self._outcome = self._outcome or self._gather()
         return self._apply(self._outcome, point, next_point)
 
+    def put_first(self, key: str, text: str) -> str:
+        """Put a text where no rank has put one; return the one that is there. Waits for no rank."""
+        if self._thread is None:
+            return text
+        return self._store.compare_set(key, "", text).decode()
+
     def leave(self, point: int) -> None:
         """Leave a loop in the middle of a step: its end won't come."""
         with self._lock:
@@ -196,7 +202,7 @@ class Agreement:
     def _gather(self) -> Outcome:
         """Wait for the pledges of all ranks but those that are gone."""
         pledges: dict[int, tuple[int, int]] = {}
-        missing = list(range(self._world_size))
+        missing = list(range(self.world_size))
         pause_s = GATHER_POLL_S
         while True:
             for rank in list(missing):

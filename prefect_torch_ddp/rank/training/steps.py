@@ -34,6 +34,7 @@ from prefect_torch_ddp.rank.training.progress import (
     warn_of_unwritten_save,
 )
 from prefect_torch_ddp.rank.training.reporter import Reporter
+from prefect_torch_ddp.rank.training.same_data import refuse_different
 from prefect_torch_ddp.rank.training.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class StepLoop:
         There are two, so that a stop that all ranks ask for in one step comes after that very
         step, whatever else is being agreed on.
         """
-        self._config = config
+        self._config, self._rank = config, info.rank
         here = info.rank, info.world_size, outside_after(state.step)
         self._stops = Agreement(*here)
         by_time = config.checkpoint.every_s is not None
@@ -104,6 +105,7 @@ class StepLoop:
         state.position = state.position.entered(loop, *takes)
         if state.position.stopped_early:
             return
+        refuse_different(self._stops, self._rank, loop, loader, epochs)
         num_epochs = epochs - state.position.loop_epoch
         left = num_epochs * len(loader) - state.position.batch
         state.total_steps = state.step + max(left, 0)
