@@ -97,11 +97,11 @@ def evaluate_flow(
     with _served(params):
         connect(params, own)
         chosen = checkpoint_ref(own, point.manifest())  # the newest now, of a run that trains on
-        return result_of(evaluate.submit(run, chosen, params.world_size), params.stop_grace_s)
+        return result_of(evaluate.submit(run, chosen, params.world_size), params)
 
 
 def _run(run: Run) -> TrainReport:
-    params, grace_s = run.params, run.params.stop_grace_s
+    params = run.params
     with _served(params):
         with Display("cluster") as display:
             display.show("starting, or connecting to it")
@@ -117,13 +117,13 @@ def _run(run: Run) -> TrainReport:
             prepare_now(run)  # a result that Prefect kept may describe deleted data
             dataset = there
         else:
-            dataset = result_of(prepare_now.submit(run), grace_s)
+            dataset = result_of(prepare_now.submit(run), params)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), grace_s)
+        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), params)
         found: dict[str, Any] = {
             "params": params,
             "storage": run.storage,
@@ -138,7 +138,7 @@ def _run(run: Run) -> TrainReport:
             with Display("publish"):
                 report = publish(**found)
         else:
-            report = result_of(publish.submit(**found), grace_s)
+            report = result_of(publish.submit(**found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     return report.model_copy(update={"flow_run_url": url})
 
@@ -163,7 +163,7 @@ def _train(
     # one of them all the same.
     for left in reversed(range(run.params.retries + 1)):
         try:
-            return result_of(task.submit(run, dataset), run.params.stop_grace_s)
+            return result_of(task.submit(run, dataset), run.params)
         except (WorkerLostError, SchedulerLostError) as error:
             if left == 0 or not is_supervisor_loss(error):
                 raise

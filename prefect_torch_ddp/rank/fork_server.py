@@ -38,7 +38,6 @@ from prefect_torch_ddp.protocol.rank import (
 from prefect_torch_ddp.rank.main import (
     adopt_orphans,
     default_to_fork,
-    die_with,
     name_process,
     run_rank,
 )
@@ -51,21 +50,17 @@ SWEEP_TIMEOUT_S = 2.0
 def main(arguments: Sequence[str]) -> None:
     """Load torch, report whether this process can be forked, then take orders.
 
-    Ends when the Dask worker is gone, or when nobody wanted a rank for the idle time; while it
-    loads, with the process that is given, whose main thread started it.
+    Ends when the Dask worker is gone, or when nobody wanted a rank for the idle time.
     """
     worker, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     os.set_inheritable(worker.fileno(), False)  # noqa: FBT003 - positional in the standard library
     name_process("ddp-fork-server")
     adopt_orphans()
-    if arguments[2:]:
-        die_with(int(arguments[2]))
     default_to_fork()  # before a library settles the default
     # Collections that find next to nothing are a quarter of the time that loading torch takes,
     # and would copy memory that ranks share.
     gc.disable()
     _load_torch()
-    die_with(None)  # from now on there may be ranks, whose leftovers it kills before it ends
     with contextlib.suppress(BrokenPipeError):  # its worker is gone
         worker.send(ForkServerAnswer(unfit=_why_unfit()).encode())
     _freeze()

@@ -137,10 +137,10 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with(parent_pid: int | None) -> None:
-    """Have the kernel kill this process when the thread that started it ends; None: no more."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent_pid is not None else 0)
-    if parent_pid not in (None, os.getppid()):
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid != os.getppid():
         os._exit(1)  # it ended before we asked
 
 

@@ -204,21 +204,27 @@ def _refuse_second_life(
         raise GangCancelledError(msg)
 
 
-def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
+def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
     """Return a submitted task's result, or raise what it raised or how it was lost or cancelled.
 
-    Silent workers of a cluster that this run made are replaced.
+    Silent workers of a cluster that this run made are replaced. Raises NotEnoughWorkersError if the
+    cluster has no worker at all for `workers_timeout_s`.
     """
     task = cast("PrefectDaskFuture[R]", future)
     runner = _runner()
     try:
-        follow(task, runner.client, owns_workers=runner.address is None)
+        follow(
+            task,
+            runner.client,
+            owns_workers=runner.address is None,
+            workers_timeout_s=params.workers_timeout_s,
+        )
         return task.result()
     except Pause:
-        stop_task(task, stop_grace_s, "suspended")
+        stop_task(task, params.stop_grace_s, "suspended")
         raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
-        raise TaskCancelled(stop_task(task, stop_grace_s)) from error
+        raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
 
 
 def is_supervisor_loss(error: Exception) -> bool:

@@ -1,40 +1,90 @@
 """The local Dask cluster that a run makes for itself: quiet, so that its cores are the ranks'."""
 
+import asyncio
 import contextlib
 import functools
 import logging
 import os
+import pickle
+import socket
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from typing import Any
 
+import cloudpickle
 import dask
 import distributed
 from dask.system import CPU_COUNT
+from distributed.deploy.spec import ProcessInterface
 
 from prefect_torch_ddp.gang.warm import warm
-from prefect_torch_ddp.gang.worker import fork_launch
+from prefect_torch_ddp.gang.worker import nanny
 
-LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
-CLUSTER_CONFIG = {
-    # Dask leaves these in this process too, and would OMP_NUM_THREADS=1 and more; `env` below
-    # reaches the workers alone, but after their imports, when it's too late for this one.
-    "distributed.nanny.pre-spawn-environ": {LOG_LEVEL: "warning"},
-    # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's
-    # defaults, 0.017 with these.
-    "distributed.worker.profile.enabled": False,
-    "distributed.admin.tick.interval": "2s",
-    "distributed.worker.memory.monitor-interval": "2s",
-    "distributed.admin.system-monitor.interval": "5s",
-}
-_STARTING = threading.Lock()
-"""One at a time: a start changes Dask's configuration and the main module's name meanwhile."""
 HEARTBEAT_S = 5.0
 """How often a worker tells the scheduler of itself. Dask's own twice a second take 7 ms of a core
 in each second, which two ranks that fill two cores wait for."""
+CLOSE_S = 30.0
+"""How long a nanny may take to close its worker; it kills it after some 5 s itself."""
+
+
+class NannyProcess(ProcessInterface):
+    """A worker of the cluster: its nanny has a process of its own, see `gang/worker/nanny.py`."""
+
+    def __init__(self, scheduler: str, **options: Any) -> None:
+        """Keep what to start; Dask's options of a nanny."""
+        super().__init__()
+        given = cloudpickle.dumps((dask.config.config, scheduler, options))
+        self._given = pickle.dumps(sys.path) + given
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def start(self) -> None:
+        """Start it, and return once its worker runs; raises RuntimeError if it doesn't."""
+        await self._start()
+        await super().start()
+        self._watch = asyncio.create_task(self._replace_killed())
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        # In a session of its own: a Ctrl-C in the terminal is meant for the flow, which closes it.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", nanny.__name__, str(theirs.fileno())),
+            env={nanny.LOG_LEVEL: "warning", **os.environ},
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(self._given)
+        answer = await reader.readline()
+        if answer != b"\n":
+            await self._process.wait()
+            what = answer.decode(errors="replace") or "its nanny's process ended"
+            msg = f"a worker of the local Dask cluster did not start: {what}"
+            raise RuntimeError(msg)
+
+    async def _replace_killed(self) -> None:
+        """Start another when the nanny's process was killed, by the kernel for instance."""
+        assert self._process is not None
+        while await self._process.wait() != 0:
+            await self._start()
+
+    async def close(self) -> None:
+        """Close it, gracefully if it can."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._process is not None and self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.write(nanny.CLOSE)
+                await self._writer.drain()
+            try:
+                await asyncio.wait_for(self._process.wait(), CLOSE_S)
+            except TimeoutError:
+                self._process.kill()  # its worker watches it, and ends
+                await self._process.wait()
+            self._writer.close()
+        await super().close()
 
 
 def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.LocalCluster:
@@ -45,6 +95,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     defaults = {
         "threads_per_worker": 1,
         "processes": True,
+        "worker_class": NannyProcess,
         "preload": [warm.__module__],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
@@ -53,14 +104,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with (
-        _STARTING,
-        dask.config.set(CLUSTER_CONFIG),
-        _another_main(),
-        contextlib.ExitStack() as stack,
-    ):
-        if LOG_LEVEL not in os.environ:
-            stack.callback(os.environ.pop, LOG_LEVEL, None)
+    with dask.config.set(nanny.QUIET):
         cluster = distributed.LocalCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
         return cluster
@@ -75,21 +119,3 @@ def _slow_heartbeats(scheduler: Any) -> None:
         return {**answer(**heartbeat), "heartbeat-interval": HEARTBEAT_S}
 
     scheduler.handlers["heartbeat_worker"] = answer_slowly
-
-
-@contextmanager
-def _another_main() -> Iterator[None]:
-    """Have workers that are spawned now begin with their fork server, not the caller's script.
-
-    That would load Prefect in each of them, 1.4 s of a core. Dask pickles by value what the script
-    defines, and a worker that its nanny starts again imports it as ever.
-    """
-    main = sys.modules["__main__"]
-    # What multiprocessing looks at, in `spawn.get_preparation_data`.
-    names = ("__spec__", "__file__")
-    kept: dict[str, Any] = {name: vars(main).pop(name) for name in names if name in vars(main)}
-    main.__spec__ = ModuleSpec(fork_launch.__name__, None)
-    try:
-        yield
-    finally:
-        vars(main).update({"__spec__": None} | kept)

@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,13 +20,19 @@ from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.liveness import CALLERS
-from prefect_torch_ddp.gang.worker.child import Child, has_pidfd
-from prefect_torch_ddp.gang.worker.fork_launch import launch
+from prefect_torch_ddp.gang.worker.child import Child, has_pidfd, without_workers_own
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 1800.0
+"""A server without ranks ends after this long; the next gang starts a new one."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Thread pools would start while libraries load; a process with threads can't fork."""
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Memory in pages of 2 MiB where the kernel leaves that to programs: to fork a process with torch,
+and to end it, takes two thirds of the time. (glibc's manual, Memory Allocation Tunables.)"""
 BOOT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 5.0
 """A server that doesn't answer an order for this long is stopped or starved: it is given up."""
@@ -50,9 +58,18 @@ class ForkServer:
     @classmethod
     def start(cls) -> Self:
         """Start one with torch alone."""
-        launched = launch()
-        process = launched.process
-        return cls(Child(process.pid, process.wait), launched.connection)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
+                [sys.executable, "-m", module, str(fd), str(IDLE_S)],
+                env=LARGE_PAGES | without_workers_own(os.environ) | ONE_THREAD,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[fd],
+                start_new_session=True,  # a Ctrl-C in the terminal is the caller's business
+            )
+        return cls(Child(process.pid, process.wait), ours)
 
     @property
     def pid(self) -> int:

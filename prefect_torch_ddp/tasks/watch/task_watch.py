@@ -3,13 +3,18 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from distributed import Client, Future
 
-from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
+from prefect_torch_ddp.errors import (
+    NotEnoughWorkersError,
+    SchedulerLostError,
+    SupervisorLostError,
+)
 from prefect_torch_ddp.gang.liveness import Liveness, liveness_timeout_s
 
 T = TypeVar("T")
@@ -51,7 +56,14 @@ class TaskLiveness(Liveness):
 class TaskWatch:
     """Looks after one task from its flow's thread."""
 
-    def __init__(self, client: Client, future: "Future[Any]", *, owns_workers: bool) -> None:
+    def __init__(
+        self,
+        client: Client,
+        future: "Future[Any]",
+        *,
+        owns_workers: bool,
+        workers_timeout_s: float = math.inf,
+    ) -> None:
         """Watch a task; of a cluster made for this flow all workers, since they hold its ranks."""
         assert client.scheduler is not None
         self._client = client
@@ -64,6 +76,9 @@ class TaskWatch:
         self._address: str | None = None
         self._tasks: dict[str, list[Any]] | None = None
         """The keys that each worker of the cluster has, as looked at last."""
+        self._workers_timeout_s = workers_timeout_s
+        self._empty_since_s: float | None = None
+        """Since when the cluster has had no worker."""
         self._next_look_s = 0.0
 
     def look(self) -> None:
@@ -75,6 +90,7 @@ class TaskWatch:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
             SupervisorLostError: the worker that runs the task was silent for too long; Dask
                 doesn't run the task again.
+            NotEnoughWorkersError: the cluster has had no worker for too long.
         """
         if self._client.status != "running":
             msg = f"the scheduler was lost (the Dask client is {self._client.status})"
@@ -87,6 +103,7 @@ class TaskWatch:
         if not self._scheduler.left_s:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
+        self._raise_if_empty()
         for address, ear in [each for each in self._workers.items() if not each[1].left_s]:
             if address == self._address:
                 # Else Dask would run it again by itself, beside the one that is submitted in
@@ -118,11 +135,27 @@ class TaskWatch:
         answered = await asyncio.gather(*map(self._look_at, watched))
         return address is not None and all(answered)
 
+    def _raise_if_empty(self) -> None:
+        if self._tasks != {}:
+            self._empty_since_s = None
+            return
+        self._empty_since_s = self._empty_since_s or time.monotonic()
+        if time.monotonic() - self._empty_since_s > self._workers_timeout_s:
+            self._client.cancel([self._future], force=True)
+            msg = (
+                f"the cluster has had no worker for {self._workers_timeout_s:g} s "
+                "(workers_timeout_s); start workers, or give a larger limit if they are queued"
+            )
+            raise NotEnoughWorkersError(msg)
+
     def why_not_begun(self, waited_s: float) -> str:
         """Say what the task, which has not begun, waits for; empty where nothing is in its way."""
-        after = f"after {waited_s:.0f} s (no limit)"
         if self._tasks == {}:
-            return f"waiting for workers: the cluster has none yet {after}"
+            has_limit = self._workers_timeout_s < math.inf
+            limit = f"limit {self._workers_timeout_s:g} s" if has_limit else "no limit"
+            lacks = "the cluster has none yet"
+            return f"waiting for workers: {lacks} after {waited_s:.0f} s ({limit})"
+        after = f"after {waited_s:.0f} s (no limit)"
         busy = {
             address: others
             for address, keys in (self._tasks or {}).items()

@@ -14,7 +14,11 @@ from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
+from prefect_torch_ddp.errors import (
+    NotEnoughWorkersError,
+    SchedulerLostError,
+    SupervisorLostError,
+)
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import CALLED_EVERY_S, TaskWatch
@@ -31,16 +35,20 @@ def follow(
     *,
     owns_workers: bool,
     timeout_s: float = float("inf"),
+    workers_timeout_s: float = float("inf"),
 ) -> None:
     """Wait until the task has ended, well or not, or the time is over.
 
     Raises:
         SupervisorLostError, SchedulerLostError: what ran the task is lost. Then the task run is
             Crashed at Prefect, where it would stay Running forever.
+        NotEnoughWorkersError: the cluster has had no worker for `workers_timeout_s`.
         Pause: the flow run was suspended.
     """
     future: Future[Any] = task.wrapped_future
-    watch = TaskWatch(client, future, owns_workers=owns_workers)
+    watch = TaskWatch(
+        client, future, owns_workers=owns_workers, workers_timeout_s=workers_timeout_s
+    )
     try:
         _watch(task, watch, Display(_name_of(future), client, task.task_run_id), timeout_s)
         if future.status != "pending":
@@ -53,7 +61,7 @@ def follow(
             raise
         gone = "the connection to the scheduler was lost while a task ran"
         raise _crashed(task, SchedulerLostError(gone)) from error
-    except (SupervisorLostError, SchedulerLostError) as error:
+    except (SupervisorLostError, SchedulerLostError, NotEnoughWorkersError) as error:
         _crashed(task, error)
         raise
 

@@ -60,7 +60,7 @@ def test_an_idle_server_ends_and_the_next_gang_starts_another(tmp_path: Path) ->
     """The preload warms a worker as it starts."""
     impatient = tmp_path / "impatient.py"
     impatient.write_text(
-        "from prefect_torch_ddp.gang.worker import fork_launch\nfork_launch.IDLE_S = 3.0\n"
+        "from prefect_torch_ddp.gang.worker import fork_client\nfork_client.IDLE_S = 3.0\n"
     )
     preload = [str(impatient), "prefect_torch_ddp.gang.warm"]
     with own_cluster(1, preload=preload) as (_, client):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from prefect_torch_ddp import (
     CheckpointParams,
     ClusterParams,
     InvalidParamsError,
+    NotEnoughWorkersError,
     TrainParams,
     TrainReport,
     evaluate_flow,
@@ -26,7 +28,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.tasks.local_cluster import HEARTBEAT_S, local_cluster
 from tests.integration.tasks.test_run_record import events_of, only_record
-from tests.support.gangs import extra_worker, pids_in
+from tests.support.gangs import all_gone, extra_worker, pids_in
 from tests.support.runs import flow_run_id_of, steered, task_runs_of, wait_until_said
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S, wait_until
@@ -100,26 +102,76 @@ def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
         wait_until(lambda: [*client.run(interval_ms).values()] == [1000 * HEARTBEAT_S])
 
 
-@pytest.mark.parametrize("env", [{}, {"TORCH_CPP_LOG_LEVEL": "INFO"}])
-def test_the_workers_of_a_local_cluster_load_torch_before_all_else(env: dict[str, str]) -> None:
+def test_the_workers_of_a_local_cluster_load_torch_as_they_start() -> None:
     """A fork server is there before anybody asks for one, and the first gang's ranks are forked
-    from it; but not where the workers are to have an environment of their own."""
+    from it."""
 
     def servers() -> list[int]:
         children = psutil.Process().children()
         return [each.pid for each in children if each.name() == "ddp-fork-server"]
 
-    kwargs = {"env": env} if env else {}
-    with local_cluster(n_workers=1, preload=[], **kwargs) as cluster, Client(cluster) as client:
+    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
         wait_until(lambda: len(*client.run(servers).values()) == 1)
-        (ahead,), *_ = client.run(servers).values()
-        (server,) = run_gang(client, os.getppid, world_size=1)
-        assert (server == ahead) != bool(env)
-        assert [*client.run(servers).values()] == [[server]]
-        assert env.items() <= psutil.Process(server).environ().items()
-        names = ("__spec__", "__file__")  # by which what this worker spawned would launch one too
-        mains = client.run(lambda: [vars(sys.modules["__main__"]).get(name) for name in names])
-        assert [*mains.values()] == [[None, None]]
+        ((ahead,),) = client.run(servers).values()
+        assert run_gang(client, os.getppid, world_size=1) == [ahead]
+
+
+UNGUARDED = """
+import os, sys, time
+print("the script runs", flush=True)
+from distributed import Client
+from prefect_torch_ddp.tasks.local_cluster import local_cluster
+cluster = local_cluster(n_workers=1)
+client = Client(cluster)
+both = lambda: list(client.run(lambda: (os.getpid(), os.getppid())).values())
+print(*both()[0], flush=True)
+for _ in sys.stdin:
+    found = []
+    while not found:
+        try:
+            found = both()
+        except Exception:
+            time.sleep(0.1)
+    print(*found[0], flush=True)
+client.close()
+cluster.close()
+"""
+
+
+def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
+    """Neither at the start nor when one was killed, which its nanny replaces, or its nanny was. A
+    killed caller takes them along."""
+    script, pipe = tmp_path / "unguarded.py", subprocess.PIPE
+    script.write_text(UNGUARDED)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as caller:
+        assert caller.stdin is not None
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "the script runs\n"
+        worker, nanny = (psutil.Process(int(pid)) for pid in caller.stdout.readline().split())
+        for victim in (worker, nanny):
+            victim.kill()
+            wait_until(partial(all_gone, [worker]))
+            caller.stdin.write("again\n")
+            pids = map(int, caller.stdout.readline().split())
+            worker, nanny = (psutil.Process(pid) for pid in pids)
+        assert all(process.is_running() for process in (worker, nanny))
+        caller.kill()
+        wait_until(partial(all_gone, [worker, nanny]))
+        assert caller.stdout.read() == ""
+
+
+def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    """After `workers_timeout_s` the run fails, and says what it waited for."""
+    with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0") as cluster:
+        params = TrainParams(
+            workload="tests.workloads.tiny",
+            storage=str(tmp_path / "store"),
+            cluster=ClusterParams(address=cluster.scheduler_address),
+            workers_timeout_s=1.5,
+        )
+        with pytest.raises(NotEnoughWorkersError, match=r"no worker for 1.5 s \(workers_timeout"):
+            train_flow(params)
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:

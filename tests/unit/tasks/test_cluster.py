@@ -1,6 +1,5 @@
 """The shape of a run's cluster: how many ranks a Dask worker holds."""
 
-import sys
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.tasks.cluster import with_ranks_placed
-from prefect_torch_ddp.tasks.local_cluster import _another_main
 
 
 @pytest.mark.parametrize(
@@ -34,18 +32,3 @@ def test_a_cluster_of_a_runs_own_has_one_worker_for_all_ranks(
     with context:
         placed = with_ranks_placed(TrainParams(world_size=3, **given))
     assert placed.ranks_per_worker == expected
-
-
-def test_the_callers_main_module_is_its_own_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else processes that the user spawns later would launch fork servers; also in a debugger,
-    whose main module has no spec."""
-    main = sys.modules["__main__"]
-    before = main.__spec__
-    with _another_main():
-        assert main.__spec__ is not None
-        assert main.__spec__.name == "prefect_torch_ddp.gang.worker.fork_launch"
-    assert main.__spec__ is before
-    monkeypatch.delattr(main, "__spec__")
-    with _another_main():
-        pass
-    assert main.__spec__ is None
