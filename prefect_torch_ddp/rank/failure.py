@@ -55,13 +55,18 @@ _ADVICE = {
         "run_gang and ddp_task initialise the process group themselves; for a function that does "
         'it, give process_group="user"'
     ),
+    "on __main__ failed": (  # of pickle, which names the class before that
+        "what __main__ defines can't reach a process that is spawned in a rank, such as a loader's "
+        "worker: put the class or function into a module of its own, or leave "
+        "multiprocessing_context out, so that the process is forked"
+    ),
     "Default process group has not been initialized": (
         "RankContext.local() has no process group, nor has a gang with process_group='none', or "
         "'user' before the function has made it: ask torch.distributed.is_initialized() before, or "
         "take ctx.rank and ctx.world_size"
     ),
 }
-"""What to do about errors of torch's own, by a part of their text."""
+"""What to do about errors of torch and of pickle, by a part of their text."""
 MAX_SUMMARY = 2_000
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "stages.py")}
 
@@ -94,7 +99,7 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
 
 
 def advise(error: BaseException) -> None:
-    """Add to an error of torch's own what to do about it."""
+    """Add to an error of torch or of pickle what to do about it."""
     found = [advice for text, advice in _ADVICE.items() if text in _text(error)]
     is_model = isinstance(error, AttributeError) and hasattr(type(error.obj), "named_parameters")
     if is_model and getattr(error, "name", "") in ("module", "no_sync"):

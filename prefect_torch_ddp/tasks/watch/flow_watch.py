@@ -1,5 +1,6 @@
 """The flow watch: a process beside the flow's that ends the run in Prefect if that is killed.
 
+It also ends the temporary server that the flow's process had started, which would stay for ever.
 It waits on a pipe with nothing loaded: this module imports Prefect only where it is needed.
 """
 
@@ -8,14 +9,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from uuid import UUID
+
+import psutil
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, TaskRun
 
 END_S = 5.0
+SERVER_END_S = 10.0
+"""How long a temporary server may take to end."""
 LOOK_EVERY_S = 0.5
 TRIES = 10
 RETRY_S = 5.0
@@ -40,7 +45,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
     process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-        [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s)],
+        [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s), *_own_servers()],
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -57,15 +62,41 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
             process.wait()
 
 
-def main(flow_run_id: UUID, grace_s: float) -> None:
+def _own_servers() -> Iterator[str]:
+    """Yield pid and start of each temporary server of Prefect's that this process has started."""
+    module = sys.modules.get("prefect.server.api.server")  # who has started one has loaded it
+    instances = module.SubprocessASGIServer._instances if module else {}  # noqa: SLF001
+    for server in instances.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (process := server.server_process) is not None:
+                yield f"{process.pid}@{psutil.Process(process.pid).create_time()}"
+
+
+def main(flow_run_id: UUID, grace_s: float, servers: Sequence[str]) -> None:
     """Wait until the flow's process has left its block, or is gone."""
     if sys.stdin.buffer.read():
         return
     for _ in range(TRIES):
         with contextlib.suppress(Exception):
             close(flow_run_id, grace_s)
-            return
+            break
         time.sleep(RETRY_S)
+    for server in servers:
+        pid, started_s = server.split("@")
+        _end(int(pid), float(started_s))
+
+
+def _end(pid: int, started_s: float) -> None:
+    """End a process that nobody else will, unless its number is another's by now."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if process.create_time() != started_s:
+            return
+        process.terminate()
+        try:
+            process.wait(SERVER_END_S)
+        except psutil.TimeoutExpired:
+            process.kill()
 
 
 def close(flow_run_id: UUID, grace_s: float) -> None:
@@ -101,4 +132,4 @@ def _is_open(run: "FlowRun | TaskRun") -> bool:
 
 
 if __name__ == "__main__":
-    main(UUID(sys.argv[1]), float(sys.argv[2]))
+    main(UUID(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

@@ -1,5 +1,6 @@
 """What an exception says, consequence or cause and fit for another attempt, is a pure decision."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,15 @@ def caught(*steps: BaseException, explicitly: bool = False) -> BaseException:
             last = error
     assert last is not None
     return last
+
+
+def test_what_main_defines_and_cannot_be_pickled_is_advised_about() -> None:
+    """A spawned DataLoader worker doesn't find it: the note names the way out."""
+    squares = type("Squares", (), {"__module__": "__main__"})
+    with pytest.raises(pickle.PicklingError) as caught_error:
+        pickle.dumps(squares())
+    text = describe(caught_error.value, 0, "here").traceback_text
+    assert "put the class or function into a module of its own" in text
 
 
 @pytest.mark.parametrize(
