@@ -114,14 +114,11 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
             "conditionally here; use an S3 bucket, or mount the storage and give its directory"
         )
         raise InvalidParamsError(msg)
-    named = storage_from_uri(f"s3://{rest}")
-    assert isinstance(named, S3Storage)  # an s3:// URI names nothing else
     settings = block.settings
     client: Mapping[str, Any] = settings.get("client_kwargs") or {}
     config: Mapping[str, Any] = settings.get("config_kwargs") or {}
-    return S3Storage(
-        named.bucket,
-        named.prefix,
+    return S3Storage.from_uri(
+        f"s3://{rest}",
         endpoint_url=settings.get("endpoint_url") or client.get("endpoint_url"),
         region=client.get("region_name"),
         profile=settings.get("profile"),
@@ -150,7 +147,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any, str], Storage]]] = {
 }
 
 
-def resolve_source(reference: str) -> Readable:
+def resolve_source(reference: str) -> Storage:
     """Return what raw data is read from.
 
     Args:
@@ -160,11 +157,11 @@ def resolve_source(reference: str) -> Readable:
         InvalidParamsError: it names nothing that can be read.
     """
     found = resolve_storage(reference)
-    if isinstance(found, DirectoryStorage) and not found.root.is_dir():
+    folder = found.local_folder
+    if folder is not None and not folder.is_dir():
         sees = "the flow and the ranks have to see the same one"
-        msg = f"source is {reference}, and there is no folder {found.root} here; {sees}"
+        msg = f"source is {reference}, and there is no folder {folder} here; {sees}"
         raise InvalidParamsError(msg)
-    assert isinstance(found, DirectoryStorage | S3Storage)  # blocks resolve to nothing else
     return found
 
 

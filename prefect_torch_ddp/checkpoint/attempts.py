@@ -35,7 +35,8 @@ from prefect_torch_ddp.storage.formats import (
     build,
     location,
 )
-from prefect_torch_ddp.storage.protocol import Storage, check_key
+from prefect_torch_ddp.storage.names import check_key
+from prefect_torch_ddp.storage.protocol import Storage
 
 _FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
 

@@ -31,7 +31,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
+from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -163,12 +163,11 @@ class Committer:
                 if is_manifest(key):
                     self._refuse_superseded()
                 self.storage.delete(key)
-        if isinstance(self.storage, KeepsUnfinished):
-            try:
-                self.storage.drop_unfinished(prefix, is_over)
-            except StorageError as error:
-                # It takes rights that nothing else does; retention must not fail for want of them.
-                logger.warning("unfinished uploads of killed attempts are left: %s", error)
+        try:
+            self.storage.drop_unfinished(prefix, is_over)
+        except StorageError as error:
+            # It takes rights that nothing else does; retention must not fail for want of them.
+            logger.warning("unfinished uploads of killed attempts are left: %s", error)
 
     def _not_understood(self, there: Collection[str]) -> Callable[[str], bool]:
         """Return the test whether one of these manifests that isn't understood may need a key.

@@ -37,7 +37,7 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.protocol import HasFiles, Storage
+from prefect_torch_ddp.storage.protocol import Storage
 
 NUM_THREADS = 4
 """Hashing, copying and waiting for a storage leave Python's lock to others."""
@@ -75,8 +75,8 @@ def read_state(storage: Storage, manifest: Manifest, item: ManifestObject) -> An
     mapping holds a deleted checkpoint's room on the disk.
     """
     with _explained(manifest, item):
-        if isinstance(storage, HasFiles):
-            with storage.open_file(item.key) as file:
+        if (opened := storage.open_file(item.key)) is not None:
+            with opened as file:
                 if is_local(file):
                     return _map_state(file, storage, manifest, item)
         return from_bytes(read_object(storage, manifest, item))

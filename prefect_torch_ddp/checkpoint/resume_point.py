@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
@@ -12,7 +12,6 @@ from prefect_torch_ddp.checkpoint.manifest import (
 )
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 _REFERENCE = re.compile(
     r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)"
@@ -75,7 +74,8 @@ def parse_resume_from(
 
     Args:
         reference: see `_FORMS`; the storage is a path, an `s3://` URI or a block's reference.
-        own: the new run's storage, where a mere id is; also the way to anything in its bucket.
+        own: the new run's storage, in which a mere id is; its credentials are used for every URI
+            that they lead to.
         resolve: makes a storage of what comes before `/runs/`.
 
     Raises:
@@ -91,7 +91,6 @@ def parse_resume_from(
     if match["root"] is None:
         return ResumePoint(own, match["run_id"], step, attempt)
     root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
-    storage = resolve(root)
-    if isinstance(own, S3Storage) and isinstance(storage, S3Storage) and "://" in root:
-        storage = replace(own, prefix=storage.prefix) if storage.bucket == own.bucket else storage
+    reached = own.relocated(root)
+    storage = resolve(root) if reached is None else reached
     return ResumePoint(storage, match["run_id"], step, attempt)

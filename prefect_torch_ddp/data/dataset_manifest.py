@@ -16,7 +16,8 @@ from pydantic_core import from_json, to_json
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport, Result
 from prefect_torch_ddp.storage.formats import DAMAGE, DATASET, build_model, location
-from prefect_torch_ddp.storage.protocol import Storage, check_key
+from prefect_torch_ddp.storage.names import check_key
+from prefect_torch_ddp.storage.protocol import Storage
 
 NUM_THREADS = 16
 """Files read, hashed or written at a time."""

@@ -24,9 +24,8 @@ from prefect_torch_ddp.data.dataset_manifest import (
 )
 from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import storage_below
-from prefect_torch_ddp.storage.protocol import RESERVED_PART, KeepsUnfinished, Storage
+from prefect_torch_ddp.storage.names import RESERVED_PART
+from prefect_torch_ddp.storage.protocol import Storage
 
 IN_MEMORY_BYTES = 256 * 2**20
 
@@ -56,7 +55,7 @@ def publish_dataset(
             storage failed.
     """
     dataset_key(dataset_id)  # refuses an id that is no name
-    inside = storage.root if isinstance(storage, DirectoryStorage) else None
+    inside = storage.local_folder
     root = inside / RESERVED_PART / "datasets" if inside else _cache() / "preparing"
     with _staged(root, dataset_id, fcntl.LOCK_SH) as staged:
         # Uploads of several publishers must not mix.
@@ -93,9 +92,9 @@ def local_dataset(storage: Storage, dataset_id: str) -> Path:
         StorageError: the dataset, or one of its files, is missing or damaged; names the file.
     """
     manifest = published_manifest(storage, dataset_id)
-    if not isinstance(storage, DirectoryStorage):
+    if storage.local_folder is None:
         return _copied(storage, manifest, _cache() / "datasets")
-    folder = storage.root / manifest.files_key
+    folder = storage.local_folder / manifest.files_key
     misfit = manifest.first_misfit(folder)
     if misfit is not None:
         why = "is missing or has another size than its manifest records"
@@ -109,7 +108,7 @@ def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
     Raises:
         StorageError: there is no such dataset.
     """
-    return storage_below(storage, published_manifest(storage, dataset_id).files_key)
+    return storage.below(published_manifest(storage, dataset_id).files_key)
 
 
 def _move_in(target: Path, manifest: DatasetManifest, staged: Path) -> None:
@@ -136,7 +135,7 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     found = [item.key for item in storage.list(every if is_first else own)]
     in_parallel(storage.delete, [key for key in found if not (is_first and key.startswith(own))])
     # Last, since it takes rights that nothing else does; the dataset is published by now.
-    if is_first and isinstance(storage, KeepsUnfinished):
+    if is_first:
         storage.drop_unfinished(every, lambda key: not key.startswith(own))
 
 

@@ -1,7 +1,6 @@
 """The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +19,7 @@ from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.main import default_to_fork
 from prefect_torch_ddp.rank.training.progress import TrainingState
 from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
@@ -213,7 +211,7 @@ def local_parts(
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
         storage = temporary.name
-    where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
+    where = storage_at(storage)
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
     if "source" in config:

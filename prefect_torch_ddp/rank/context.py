@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.assembly import ContextParts, LocalOptions, local_parts
-from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class RankContext:
         from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - if used
 
         if self.stage == "prepare" or self.config.dataset_id is None:
-            return DirectoryStorage(self.data)
+            return storage_at(self.data)
         return dataset_in_place(self.config.storage, self.config.dataset_id)
 
     @property

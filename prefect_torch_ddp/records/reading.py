@@ -11,7 +11,7 @@ import orjson
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records.log import SUFFIX, records_folder
 from prefect_torch_ddp.storage.formats import DAMAGE, Format, location
-from prefect_torch_ddp.storage.protocol import ObjectPart, Readable, Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import ObjectPart, Storage, StoredObject
 
 BYTES_AHEAD = 2**25
 """What is in memory at a time, at least a part."""
@@ -65,18 +65,9 @@ def read_parts(
 
 def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
     """Read objects, in their order; the failure of one is its value."""
-
-    def read(part: StoredObject) -> bytes | StorageError:
-        try:
-            return storage.read(part.key)
-        except StorageError as error:
-            return error
-
     # Concurrently where that pays: a day's training leaves thousands of small objects, and S3
     # takes some 30 ms for each.
-    if isinstance(storage, Readable):
-        return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
-    return [read(part) for part in parts]
+    return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:

@@ -8,28 +8,30 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Self, TypeVar
 
 from prefect_torch_ddp.errors import (
     BadKeyError,
-    InvalidParamsError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.protocol import (
-    CHANGED,
+from prefect_torch_ddp.storage.names import (
     RESERVED_PART,
-    Contents,
-    ListedObject,
-    ObjectPart,
-    StoredObject,
+    absolute_folder,
     check_key,
     check_prefix,
     is_key,
-    probe,
+)
+from prefect_torch_ddp.storage.protocol import (
+    CHANGED,
+    Contents,
+    ListedObject,
+    ObjectPart,
+    Storage,
+    StoredObject,
 )
 
 T = TypeVar("T")
@@ -60,17 +62,8 @@ WAYS_OUT = {
 }
 
 
-def absolute_folder(folder: str | Path) -> Path:
-    """Return a folder's absolute path, `~` expanded; InvalidParamsError without such a home."""
-    try:
-        return Path(os.path.normpath(Path(folder).expanduser().absolute()))
-    except RuntimeError as error:
-        msg = f"{folder} names a home folder that can't be found; write the whole path"
-        raise InvalidParamsError(msg) from error
-
-
 @dataclass(frozen=True)
-class DirectoryStorage:
+class DirectoryStorage(Storage):
     """A storage in a folder, made when it is first written to.
 
     Links are followed inside the root only, and never listed; `read_many` and `list_objects`, by
@@ -88,13 +81,22 @@ class DirectoryStorage:
         """The absolute path."""
         return str(self.root)
 
+    @property
+    def local_folder(self) -> Path:
+        """The root."""
+        return self.root
+
+    def below(self, folder: str) -> Self:
+        """See `Storage.below`."""
+        return replace(self, root=self.root / check_key(folder))
+
     def read(self, key: str) -> bytes:
         """See `Storage.read`."""
         with self.open_file(key) as file, _explained("read", self._path(key)):
             return file.read()
 
     def open_file(self, key: str) -> BinaryIO:
-        """See `HasFiles.open_file`."""
+        """See `Storage.open_file`."""
         path = self._path(key)
         self._keep_inside(path, key)
         with _explained("read", path):
@@ -139,7 +141,7 @@ class DirectoryStorage:
 
     def check_writable(self) -> None:
         """See `Storage.check_writable`; removes what killed processes left unfinished."""
-        probe(self)
+        super().check_writable()
         for path in (self.root / RESERVED_PART).glob("*"):
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - STALE_AFTER_S:

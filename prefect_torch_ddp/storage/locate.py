@@ -1,22 +1,37 @@
-"""How a string names a storage: a path or s3://bucket/prefix."""
+"""How a string names a storage: a path, s3://bucket/prefix, or a scheme of another package."""
 
+import os
 import re
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage, check_key
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
+SCHEMES: Mapping[str, Callable[..., Storage]] = {"s3": S3Storage.from_uri}
+"""Those that come along; each is called with the URI."""
+GROUP = "prefect_torch_ddp.storages"
+"""The group of entry points by which installed packages name schemes of their own."""
 WRITE_INSTEAD = (
     "write a directory (/data/runs, ~/runs), s3://bucket/prefix, "
     "or a Prefect block such as s3-bucket/name"
 )
 
 
-def storage_from_uri(uri: str) -> Storage:
+def storage_from_uri(uri: str, **access: Any) -> Storage:
     """Make the storage that a path or a URI names; nothing is read or written.
+
+    Besides `s3://`, a URI may have any scheme that an installed package has named: an entry point
+    of the group `prefect_torch_ddp.storages` whose name is the scheme, and whose object is called
+    with the URI and returns a `Storage`.
+
+    Args:
+        uri: a path, `~` allowed, or a URI.
+        **access: to an `s3://` URI: endpoint_url, region, anonymous; see `S3Storage`.
 
     Raises:
         InvalidParamsError: it names none; says what to write instead.
@@ -28,46 +43,64 @@ def storage_from_uri(uri: str) -> Storage:
         msg = "there are spaces around the storage's name; remove them"
         raise InvalidParamsError(msg)
     scheme, colon, rest = uri.partition(":")
-    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+    is_path = not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme)
+    if access and (is_path or scheme.lower() != "s3"):
+        kind = f"{uri} is a folder" if is_path else f"{scheme}: isn't S3"
+        msg = f"{kind}; {', '.join(access)} belong to an s3:// URI"
+        raise InvalidParamsError(msg)
+    if is_path:
         return DirectoryStorage(Path(uri))
-    if scheme.lower() == "s3" and rest.startswith("//"):
-        return _s3(rest[2:])
-    way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
-    msg = f"{scheme}: names no known storage; {way_out}"
-    raise InvalidParamsError(msg)
+    make = _maker_of(scheme.lower()) if rest.startswith("//") else None
+    if make is None:
+        way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
+        msg = f"{scheme}: names no known storage; {way_out}"
+        raise InvalidParamsError(msg)
+    return make(uri, **access)
 
 
-def storage_below(storage: Storage, folder: str) -> Storage:
-    """Return a folder of a directory or of S3 as a storage of its own.
-
-    Args:
-        storage: which.
-        folder: a key, without a slash at its end.
+def storage_at(place: "Storage | str | os.PathLike[str]") -> Storage:
+    """Return a storage as it is, or the one that a path or a URI names.
 
     Raises:
-        BadKeyError: the folder would leave the storage.
-        InvalidParamsError: the storage is of another kind.
+        InvalidParamsError: it is none of them, or names no storage.
     """
-    check_key(folder)
-    if isinstance(storage, DirectoryStorage):
-        return replace(storage, root=storage.root / folder)
-    if isinstance(storage, S3Storage):
-        return replace(storage, prefix=storage.name_of(folder))
-    kind = type(storage).__name__
-    msg = f"{kind} has no folders that can be storages by themselves; use a directory or S3"
-    raise InvalidParamsError(msg)
-
-
-def _s3(rest: str) -> S3Storage:
-    bucket, _, prefix = rest.partition("/")
-    if not bucket or re.search(r"[?#:@\s]", bucket) or re.search(r"^/|[?#]", prefix):
-        msg = (  # the text isn't shown: a secret may be in it
-            "that s3:// URI can't be used; write s3://bucket/prefix, and endpoint, region and "
-            "credentials into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
-        )
-        raise InvalidParamsError(msg)
+    if isinstance(place, Storage):
+        return place
     try:
-        return S3Storage(bucket, prefix)
-    except BadKeyError as error:
-        msg = f"s3://{rest} can't be used: {error}"
+        uri = os.fspath(place)
+    except TypeError as error:
+        kind = type(place).__name__
+        msg = f"a {kind} is no storage; give a path, a URI, or an object whose class is a Storage"
         raise InvalidParamsError(msg) from error
+    return storage_from_uri(uri)
+
+
+def _maker_of(scheme: str) -> Callable[..., Storage] | None:
+    if scheme in SCHEMES:
+        return SCHEMES[scheme]
+    found = {each.value: each for each in entry_points(group=GROUP, name=scheme)}
+    if len(found) > 1:
+        msg = f"{scheme}: is named by several packages, {', '.join(found)}; uninstall all but one"
+        raise InvalidParamsError(msg)
+    return next((_loaded(each, scheme) for each in found.values()), None)
+
+
+def _loaded(named: EntryPoint, scheme: str) -> Callable[..., Storage]:
+    try:
+        make = named.load()
+    except (ImportError, AttributeError) as error:
+        msg = (
+            f"{scheme}: is a storage of {named.value}, which can't be loaded: {error}; "
+            "install what it needs"
+        )
+        raise InvalidParamsError(msg) from error
+
+    def checked(uri: str) -> Storage:
+        storage = make(uri)
+        if not isinstance(storage, Storage):
+            kind = type(storage).__name__
+            msg = f"{named.value} made a {kind} of a {scheme}: URI, and has to return a Storage"
+            raise InvalidParamsError(msg)
+        return storage
+
+    return checked

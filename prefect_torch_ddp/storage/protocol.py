@@ -1,84 +1,28 @@
-"""The protocols of a storage: what the package needs from a place that keeps bytes; its keys.
+"""What the package asks of a storage, and the answers that are right for a simple one.
 
-To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
-protocols here that it can serve (`Readable` for datasets). Run the suite
-`tests/support/storage_conformance.py` against it. Add its URI scheme to `locate.py`, which turns
-strings into storages, and its folders to `storage_below` there.
+To add a storage, answer the six abstract questions of `Storage` in a frozen, picklable class, and
+name its URI scheme: CONTRIBUTING.md says how. The other questions have answers here. Nobody
+outside this folder asks which class a storage has: a new difference between storages is a new
+question, with an answer here for all that don't have it.
 """
 
-import re
-import unicodedata
+import hashlib
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import BinaryIO, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, TypeAlias
 
-from prefect_torch_ddp.errors import BadKeyError, StorageError
+from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.names import check_key, check_prefix
 
-MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
-MAX_PART_BYTES = 255  # the longest file name of common file systems
-MAX_SHOWN = 120
-_USUAL_PART = rf"\w[\w.=-]{{0,{MAX_PART_BYTES - 1}}}"
-_USUAL_KEY = re.compile(rf"{_USUAL_PART}(/{_USUAL_PART})*", re.ASCII)
-"""What nearly all keys are: a dataset's manifest may have hundreds of thousands."""
-RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
 CHANGED = (
     "changed since it was listed: list it again, by running prepare again, "
     "or keep data in use unchanged"
 )
 """What is said of an object that isn't the listed one any more."""
-
-
-def check_key(key: str) -> str:
-    """Return a key that every storage can hold and that can't leave its root, as it is.
-
-    `BadKeyError` says what is wrong with any other.
-    """
-    if (fault := _fault(key)) is not None:
-        msg = f"{_shown(key)} can't be the key of an object: {fault}; write it like folder/name"
-        raise BadKeyError(msg)
-    return key
-
-
-def check_prefix(prefix: str) -> str:
-    """Return the prefix as it is, or raise `BadKeyError` where no key can begin with it."""
-    if (fault := _fault(f"{prefix}x")) is not None:
-        msg = f"no key can begin with {_shown(prefix)}: {fault}; write it like folder/"
-        raise BadKeyError(msg)
-    return prefix
-
-
-def is_key(name: str) -> bool:
-    """Return whether a name is a key; others, which someone else put there, aren't listed."""
-    return _fault(name) is None
-
-
-def _shown(key: str) -> str:
-    return repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
-
-
-def _fault(key: str) -> str | None:
-    if len(key) <= MAX_KEY_BYTES and _USUAL_KEY.fullmatch(key):
-        return None
-    parts, num_bytes = key.split("/"), len(key.encode(errors="replace"))
-    faults = {
-        "it is empty": not key,
-        "it is absolute": key.startswith("/"),
-        "it begins with a drive": re.match(r"[A-Za-z]:", key),
-        "it has a backslash": "\\" in key,
-        "it has a control character or half a character": any(
-            unicodedata.category(character) in {"Cc", "Cs"} for character in key
-        ),
-        f"it has {num_bytes} bytes, and {MAX_KEY_BYTES} are allowed": num_bytes > MAX_KEY_BYTES,
-        "a part between its slashes is empty": "" in parts,
-        "a part of it is '.' or '..'": "." in parts or ".." in parts,
-        f"{RESERVED_PART} is where unfinished files lie": parts[0] == RESERVED_PART,
-        f"a part of it has more than {MAX_PART_BYTES} bytes": any(
-            len(part.encode(errors="replace")) > MAX_PART_BYTES for part in parts
-        ),
-    }
-    return next((fault for fault, applies in faults.items() if applies), None)
 
 
 @dataclass(frozen=True)
@@ -88,70 +32,6 @@ class StoredObject:
     key: str
     """Relative to the storage's root, with forward slashes."""
     num_bytes: int
-
-
-@runtime_checkable
-class Storage(Protocol):
-    """A root under which objects are written whole and read whole.
-
-    Implementations are small picklable descriptions: they hold no open client, so a Storage may be
-    sent to another process or cross a fork. Keys are relative and can't leave the root:
-    `check_key` raises `BadKeyError` for others. Whatever else fails is a `StorageError` that
-    names the object, the reason and a remedy.
-    """
-
-    @property
-    def uri(self) -> str:
-        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret."""
-        ...
-
-    def read(self, key: str) -> bytes:
-        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
-        ...
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        """Write the whole object, replacing what was there.
-
-        Readers see the old or the new, never a part. A view is only valid during the call.
-        """
-        ...
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write the object unless one exists; return whether this call wrote it.
-
-        Exactly one of several racing callers wins.
-        """
-        ...
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield the whole objects whose key begins with the string `prefix`, in key order."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Delete the object; deleting an absent one is no error."""
-        ...
-
-    def check_writable(self) -> None:
-        """Raise a `StorageError` that says what to do where `probe` fails."""
-        ...
-
-
-@runtime_checkable
-class KeepsUnfinished(Protocol):
-    """A storage where a killed writer leaves a part of an object that nobody can read."""
-
-    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Drop such parts below `prefix` where `is_over(key)` says that nobody writes them."""
-        ...
-
-
-@runtime_checkable
-class HasFiles(Protocol):
-    """A storage whose objects are files that may be mapped into memory instead of copied."""
-
-    def open_file(self, key: str) -> BinaryIO:
-        """Open the object, unbuffered; raises `ObjectNotFoundError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,50 +62,236 @@ Contents: TypeAlias = list[bytes | StorageError]
 """What came of the parts, in their order."""
 
 
-@runtime_checkable
-class Readable(Protocol):
+class Readable(ABC):
     """Where a dataset is read from: a storage, or what stands in front of one, such as a cache.
 
     Any name that is found there may be read.
     """
 
     @property
+    @abstractmethod
     def uri(self) -> str:
-        """The root as a person would write it; holds no secret."""
-        ...
+        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret."""
 
+    @abstractmethod
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, concurrently where that helps; a failure is that part's value.
 
         Values come in the parts' order, each of exactly `num_bytes`. Threads may call it at once.
         """
-        ...
 
+    @abstractmethod
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every object whose name begins with the string `prefix`, sorted by name."""
-        ...
+
+    def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
+        """Yield the same, or the names of folders (up to their slash) in place of what is in them.
+
+        A storage that can list folders separately does so: then several are listed at once.
+        """
+        return self.list_objects(prefix)
+
+    @property
+    def identity(self) -> str:
+        """What tells it from every other storage: the URI, and the endpoint that it doesn't say."""
+        return self.uri
+
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder whose files are its objects, by their keys; None where there is none."""
+        return None
 
 
-def probe(storage: Storage) -> None:
-    """Write, conditionally write, read, list and delete a small object.
+class Storage(Readable):
+    """A root under which objects are written whole and read whole.
 
-    Raises:
-        StorageError: the storage failed, or ignores the condition; says what to do.
+    Implementations are small picklable descriptions, equal if they describe the same: they hold
+    no open client, so a Storage may be sent to another process or cross a fork. Keys are relative
+    and can't leave the root: `check_key` raises `BadKeyError` for others. Whatever else fails is
+    a `StorageError` that names the object, the reason and a remedy.
+
+    It is a base class and no typing.Protocol, so that a question can be added with an answer for
+    storages that others wrote.
     """
-    key, first = f"probes/{uuid.uuid4().hex}", b"first"
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
+
+    @abstractmethod
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """Write the whole object, replacing what was there.
+
+        Readers see the old or the new, never a part. A view is only valid during the call.
+        """
+
+    @abstractmethod
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write the object unless one exists; return whether this call wrote it.
+
+        Exactly one of several racing callers wins.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Yield the whole objects whose key begins with the string `prefix`, in key order."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete the object; deleting an absent one is no error."""
+
+    def check_writable(self) -> None:
+        """Write, conditionally write, read, list and delete a small object.
+
+        Raises:
+            StorageError: the storage failed, or ignores the condition; says what to do.
+        """
+        key, first = f"probes/{uuid.uuid4().hex}", b"first"
+        try:
+            won, won_again = (self.write_if_absent(key, data) for data in (first, b"second"))
+            is_kept = won and not won_again and self.read(key) == first
+            for _ in self.list(key):
+                pass
+        except Exception:
+            with suppress(StorageError):  # the first fault is the one to report
+                self.delete(key)
+            raise
+        self.delete(key)
+        if not is_kept:
+            msg = (
+                f"{self.uri} doesn't honour conditional writes (If-None-Match: *): two runs could "
+                "commit the same checkpoint. Use a store that does, such as AWS S3, Ceph or a "
+                "current MinIO, or a directory"
+            )
+            raise StorageError(msg)
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        """See `Readable.read_many`; whole objects, one after the other."""
+        return [_part_or_error(self, part) for part in parts]
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """See `Readable.list_objects`; reads each object, since its digest is the ETag.
+
+        A storage that knows when an object changed answers this faster, along with `read_many`.
+        """
+        for found in self.list(prefix):
+            with suppress(ObjectNotFoundError):  # deleted meanwhile
+                data = self.read(found.key)
+                yield ListedObject(found.key, len(data), _etag(data))
+
+    def open_file(self, key: str) -> BinaryIO | None:  # noqa: ARG002 - the answer for all keys
+        """Open an object's file, unbuffered, which may be mapped into memory instead of copied.
+
+        None where objects are no files. Raises as `read`.
+        """
+        return None
+
+    @property
+    def is_shared_by_hosts(self) -> bool:
+        """Whether this description means the same objects on every host.
+
+        If not, each host may have a folder of that name: who uses several hosts writes an object,
+        and has the others read it.
+        """
+        return self.local_folder is None
+
+    def below(self, folder: str) -> "Storage":
+        """Return a folder, named by a key, as a storage of its own; `BadKeyError` if it is none."""
+        return StorageBelow(self, check_key(folder))
+
+    def relocated(self, uri: str) -> "Storage | None":  # noqa: ARG002 - the answer for all URIs
+        """Return the storage of another URI, by this one's endpoint and credentials.
+
+        None where they don't lead there: the URI alone then has to say how to get there.
+        """
+        return None
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """Drop what killed writers left below `prefix` that is in no listing and can't be read.
+
+        Only where `is_over(key)` says that nobody writes the object any more.
+        """
+
+
+@dataclass(frozen=True)
+class StorageBelow(Storage):
+    """A folder of any storage, as a storage of its own."""
+
+    storage: Storage
+    folder: str
+
+    @property
+    def uri(self) -> str:
+        """The folder's."""
+        return f"{self.storage.uri.rstrip('/')}/{self.folder}"
+
+    @property
+    def identity(self) -> str:
+        """The folder's."""
+        return f"{self.storage.identity.rstrip('/')}/{self.folder}"
+
+    def read(self, key: str) -> bytes:
+        """See `Storage.read`."""
+        return self.storage.read(self._outer(check_key(key)))
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """See `Storage.write`."""
+        self.storage.write(self._outer(check_key(key)), data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Storage.write_if_absent`."""
+        return self.storage.write_if_absent(self._outer(check_key(key)), data)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See `Storage.list`."""
+        listed = self.storage.list(self._outer(check_prefix(prefix)))
+        return (replace(found, key=self._inner(found.key)) for found in listed)
+
+    def delete(self, key: str) -> None:
+        """See `Storage.delete`."""
+        self.storage.delete(self._outer(check_key(key)))
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        """See `Readable.read_many`."""
+        return self.storage.read_many([replace(p, key=self._outer(p.key)) for p in parts])
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """See `Readable.list_objects`."""
+        listed = self.storage.list_objects(self._outer(prefix))
+        return (replace(found, key=self._inner(found.key)) for found in listed)
+
+    def relocated(self, uri: str) -> Storage | None:
+        """See `Storage.relocated`."""
+        return self.storage.relocated(uri)
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """See `Storage.drop_unfinished`."""
+        self.storage.drop_unfinished(self._outer(prefix), lambda key: is_over(self._inner(key)))
+
+    @property
+    def is_shared_by_hosts(self) -> bool:
+        """See `Storage.is_shared_by_hosts`."""
+        return self.storage.is_shared_by_hosts
+
+    def _outer(self, key: str) -> str:
+        return f"{self.folder}/{key}"
+
+    def _inner(self, key: str) -> str:
+        return key.removeprefix(f"{self.folder}/")
+
+
+def _part_or_error(storage: Storage, part: ObjectPart) -> bytes | StorageError:
     try:
-        won, won_again = (storage.write_if_absent(key, data) for data in (first, b"second"))
-        is_kept = won and not won_again and storage.read(key) == first
-        list(storage.list(key))
-    except Exception:
-        with suppress(StorageError):  # the first fault is the one to report
-            storage.delete(key)
-        raise
-    storage.delete(key)
-    if not is_kept:
-        msg = (
-            f"{storage.uri} doesn't honour conditional writes (If-None-Match: *): two runs could "
-            "commit the same checkpoint. Use a store that does, such as AWS S3, Ceph or a current "
-            "MinIO, or a directory"
-        )
-        raise StorageError(msg)
+        data = storage.read(part.key)
+    except StorageError as error:
+        return error
+    start = part.start or 0
+    content = data if part.start is None else data[start : start + part.num_bytes]
+    is_another = part.etag is not None and part.etag != _etag(data)
+    if is_another or len(content) != part.num_bytes:
+        return ObjectChangedError(f"can't read {part.key} in {storage.uri}: the object {CHANGED}")
+    return content
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from prefect_torch_ddp.errors import (
     GangCancelledError,
     InvalidParamsError,
     SchedulerLostError,
+    StorageError,
     SupervisorLostError,
     TaskCancelled,
 )
@@ -31,7 +31,6 @@ from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
@@ -124,15 +123,14 @@ def _is_here(client: distributed.Client, storage: Storage) -> bool:
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     workers = client.scheduler_info(n_workers=-1)["workers"]
     away = {worker["host"]: at for at, worker in workers.items() if worker["host"] not in here}
-    if not away or not isinstance(storage, DirectoryStorage):
+    if not away or storage.is_shared_by_hosts:
         return bool(workers) and not away
     key = f"probes/{uuid4().hex}"
     storage.write(key, b"")
-    path = str(storage.root / key)
-    asked: dict[str, Any] = {"workers": [*away.values()], "on_error": "ignore"}
-    seen = client.sync(lambda: answer_of(client.run(os.path.exists, path, **asked), LOOK_S))
+    asked: dict[str, Any] = {"workers": [*away.values()], "on_error": "return"}
+    seen = client.sync(lambda: answer_of(client.run(storage.read, key, **asked), LOOK_S)) or {}
     storage.delete(key)
-    blind = sorted(host for host, at in away.items() if (seen or {}).get(at) is False)
+    blind = sorted(host for host, at in away.items() if isinstance(seen.get(at), StorageError))
     if blind:
         dont = f"{', '.join(blind)} don't see there what the flow writes"
         do = "use a folder that all hosts mount under one path, or S3"

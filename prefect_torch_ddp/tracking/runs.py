@@ -1,6 +1,5 @@
 """Reading from Python what a run left in its storage, while it trains and later."""
 
-import os
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
 from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record
 from prefect_torch_ddp.results import Goodput, LedgerReport
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -182,14 +181,12 @@ def _refuse_unknown(where: Storage, run_id: str) -> None:
 
 
 def _storage_of(storage: Storage | str | Path) -> Storage:
-    if not isinstance(storage, str | os.PathLike):
-        return storage
     if isinstance(storage, str) and re.fullmatch(r"[a-z0-9-]+/[^/]+", storage):
         # Loads Prefect, which no other form needs.
         from prefect_torch_ddp.blocks import resolve_storage  # noqa: PLC0415
 
         return resolve_storage(storage)
-    return storage_from_uri(os.fspath(storage))
+    return storage_at(storage)
 
 
 def _row(record: RunRecord) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 from tests.support.waiting import HANG_S
 
 
-class ForwardingStorage:
+class ForwardingStorage(Storage):
     """A directory, or another storage, that only answers the protocol's questions, as a bucket
     does."""
 

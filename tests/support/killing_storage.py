@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
+from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import ForwardingStorage
 
 InTraining = Literal[
@@ -125,8 +125,7 @@ class KillingStorage(ForwardingStorage):
             super().delete(key)
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        if isinstance(self.inner, KeepsUnfinished):
-            self.inner.drop_unfinished(prefix, is_over)
+        self.inner.drop_unfinished(prefix, is_over)
 
     @contextmanager
     def _killed(

@@ -6,7 +6,9 @@ from dataclasses import astuple, dataclass, field
 import pytest
 
 from prefect_torch_ddp import Goodput
+from prefect_torch_ddp.errors import ObjectNotFoundError
 from prefect_torch_ddp.records import metrics
+from prefect_torch_ddp.storage.names import check_key
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 
@@ -29,7 +31,7 @@ def record(step, rank=0, attempt=1, *, epoch=1, num_samples=1, **metrics) -> Rec
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Shelf(Storage):
     """A storage in memory, as far as a reader, or a report, needs one."""
 
     objects: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -43,10 +45,19 @@ class Shelf:
                 yield StoredObject(key, len(self.objects[key]))
 
     def read(self, key: str) -> bytes:
+        if check_key(key) not in self.objects:
+            msg = f"there is no {key} in {self.uri}"
+            raise ObjectNotFoundError(msg)
         return self.objects[key]
 
-    def write(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self.objects[key] = bytes(data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        return self.objects.setdefault(key, data) is data
+
+    def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
 
 
 def columns(rows: Iterable[Record]) -> metrics.Records:

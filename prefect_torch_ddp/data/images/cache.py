@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.storage.directory import absolute_folder
+from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ PATIENCE_S, POLL_S = 1.0, 0.002
 
 
 @dataclass(frozen=True)
-class CachedReads:
+class CachedReads(Readable):
     """Reads objects through a folder on local disk; has the methods of what it reads from.
 
     Any number of this user's processes may share a folder, with the same storages or others.
@@ -73,7 +73,7 @@ class CachedReads:
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, those in the folder from there; a failure is that part's value."""
-        folder = folder_of(str(self.folder / "v1"), _where(self.storage), self.max_bytes)
+        folder = folder_of(str(self.folder / "v1"), self.storage.identity, self.max_bytes)
         if folder is None:
             return self.storage.read_many(parts)
         contents: list[Any] = [folder.get(part) if part.etag else None for part in parts]
@@ -89,19 +89,6 @@ class CachedReads:
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every object whose name begins with `prefix`, as the storage says now."""
         return self.storage.list_objects(prefix)
-
-
-def _where(storage: Readable) -> str:
-    """Name what a storage reads from; holds no secret.
-
-    Two stores may have one name where a profile's settings, not the storage or the environment,
-    say which endpoint it is. They then share a folder: an entry still counts only for the size
-    and ETag that were listed.
-    """
-    inner: object = storage
-    while (behind := getattr(inner, "storage", None)) is not None:  # of shards
-        inner = behind
-    return f"{storage.uri} at {getattr(inner, 'endpoint', None)}"
 
 
 class CacheFolder:

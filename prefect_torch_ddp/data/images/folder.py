@@ -20,14 +20,8 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import (
-    RESERVED_PART,
-    Contents,
-    ListedObject,
-    ObjectPart,
-    Readable,
-)
+from prefect_torch_ddp.storage.names import RESERVED_PART
+from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +262,7 @@ def image_folder(
     """
     access = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
     source, prefix = readable_at(uri, storage, **access)
-    folder = source.root / prefix if isinstance(source, DirectoryStorage) else None
+    folder = source.local_folder and source.local_folder / prefix
     # Unfinished files of a storage would be a class to torchvision.
     is_ours = folder is None or any((folder / n).exists() for n in (INDEX_NAME, RESERVED_PART))
     if is_ours or options.get("on_error", "raise") != "raise":

@@ -34,10 +34,7 @@ def list_dataset(source: Readable, prefix: str = "") -> Iterator[ListedObject]:
     """
     if isinstance(source, CachedReads):  # listings aren't kept
         source = source.storage
-    list_level = getattr(source, "list_level", None)  # of S3
-    if list_level is None:
-        return source.list_objects(prefix)
-    return _side_by_side(source, list_level(prefix))
+    return _side_by_side(source, source.list_level(prefix))
 
 
 def digest_of_listing(source: Readable) -> str:

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable
-from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 Location: TypeAlias = str | Path | Readable
 """A path, an s3:// URI, or what reads: a storage, a cache, shards."""
@@ -34,10 +33,7 @@ def readable_at(
             return _checked(location), ""
         msg = f"{location.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
     elif storage is None:
-        named = storage_from_uri(str(location))
-        if not given or isinstance(named, S3Storage):
-            return _checked(replace(cast("Any", named), **given)), ""
-        msg = f"{location} is a folder; {', '.join(given)} belong to an s3:// URI"
+        return storage_from_uri(str(location), **given), ""
     else:
         msg = f"{', '.join(given)} can't be given along with a storage, which has its own"
     raise InvalidParamsError(msg)

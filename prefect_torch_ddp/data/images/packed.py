@@ -17,13 +17,13 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from prefect_torch_ddp.storage.names import check_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
     ObjectPart,
     Readable,
     Storage,
-    check_key,
 )
 
 FORMAT = "prefect-torch-ddp/tar-shards/1"
@@ -140,7 +140,7 @@ def digest_of(data: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class PackedObjects:
+class PackedObjects(Readable):
     """The objects in a folder of shards, under the names that they had before packing.
 
     `read_many` reads a range of a shard for each. A dataset over it has the classes, samples
@@ -156,6 +156,11 @@ class PackedObjects:
     def uri(self) -> str:
         """The shards' folder as a person would write it."""
         return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    @property
+    def identity(self) -> str:
+        """The folder's, with the storage's endpoint."""
+        return f"{self.uri} of {self.storage.identity}"
 
     @cached_property
     def index(self) -> ShardIndex:

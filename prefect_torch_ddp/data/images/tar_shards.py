@@ -20,10 +20,9 @@ from prefect_torch_ddp.data.images.packed import (
     digest_of,
 )
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.names import RESERVED_PART
 from prefect_torch_ddp.storage.protocol import (
-    RESERVED_PART,
     ObjectPart,
     Readable,
     Storage,
@@ -100,9 +99,9 @@ def _clean_up(storage: Storage, prefix: str, names: Sequence[str]) -> None:
     for other in list(storage.list(f"{prefix}shard-")):
         if other.key.endswith(".tar") and other.key not in own:
             storage.delete(other.key)
-    if isinstance(storage, DirectoryStorage):
+    if storage.local_folder is not None:
         with suppress(OSError):  # it may be a folder that is published as it is
-            (storage.root / RESERVED_PART).rmdir()
+            (storage.local_folder / RESERVED_PART).rmdir()
 
 
 def _with_slash(folder: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.storage.protocol import check_key
+from prefect_torch_ddp.storage.names import check_key
 
 T = TypeVar("T")
 Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]

@@ -6,26 +6,30 @@ many minutes instead of two.
 """
 
 import hashlib
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from prefect_torch_ddp.errors import BadAnswerError, StorageError
+from prefect_torch_ddp.errors import (
+    BadAnswerError,
+    BadKeyError,
+    InvalidParamsError,
+    StorageError,
+)
+from prefect_torch_ddp.storage.names import check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
     ObjectPart,
+    Storage,
     StoredObject,
-    check_key,
-    check_prefix,
-    is_key,
-    probe,
 )
 from prefect_torch_ddp.storage.s3.client import S3Location
 from prefect_torch_ddp.storage.s3.read import reader_of
@@ -40,11 +44,54 @@ NUM_THREADS = 4
 
 
 @dataclass(frozen=True)
-class S3Storage(S3Location):
+class S3Storage(S3Location, Storage):
     """A storage under a prefix of an S3 bucket; its options are those of `S3Location`.
 
     Objects are checked end to end, and written conditionally where one of several writers wins.
     """
+
+    @classmethod
+    def from_uri(cls, uri: str, **options: Any) -> Self:
+        """Make the storage of `s3://bucket/prefix`.
+
+        Args:
+            uri: the scheme, `s3:`, in either case.
+            **options: of `S3Location`.
+
+        Raises:
+            InvalidParamsError: the URI can't be used; says what to write instead.
+        """
+        _, slashes, rest = uri.partition("//")
+        bucket, _, prefix = rest.partition("/")
+        if not slashes or re.search(r"[?#:@\s]", bucket) or re.search(r"^/|[?#]", prefix):
+            bucket = ""
+        if not bucket:
+            msg = (  # the text isn't shown: a secret may be in it
+                "that s3:// URI can't be used; write s3://bucket/prefix, and endpoint, region and "
+                "credentials into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
+            )
+            raise InvalidParamsError(msg)
+        try:
+            return cls(bucket, prefix, **options)
+        except BadKeyError as error:
+            msg = f"s3://{rest} can't be used: {error}"
+            raise InvalidParamsError(msg) from error
+
+    @property
+    def identity(self) -> str:
+        """The URI and the endpoint."""
+        return f"{self.uri} at {self.endpoint}"
+
+    def below(self, folder: str) -> Self:
+        """See `Storage.below`."""
+        return replace(self, prefix=self.name_of(check_key(folder)))
+
+    def relocated(self, uri: str) -> Self | None:
+        """See `Storage.relocated`; what is in the same bucket."""
+        if not uri.lower().startswith("s3://"):
+            return None
+        other = self.from_uri(uri)
+        return replace(self, prefix=other.prefix) if other.bucket == self.bucket else None
 
     def read(self, key: str) -> bytes:
         """See `Storage.read`; compared with its digest where it was written by us."""
@@ -97,17 +144,13 @@ class S3Storage(S3Location):
         request(self, "delete", self.name_of(check_key(key)), "delete_object")
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """See `KeepsUnfinished.drop_unfinished`; aborts uploads in parts, which are paid for."""
+        """See `Storage.drop_unfinished`; aborts uploads in parts, which are paid for."""
         verb = "list the unfinished uploads of"
         for page in self._pages(verb, check_prefix(prefix), "list_multipart_uploads"):
             for upload in page.get("Uploads", ()):
                 name, options = upload["Key"], {"UploadId": upload["UploadId"]}
                 if is_over(name.removeprefix(self.name_of(""))):
                     request(self, "abort the upload of", name, "abort_multipart_upload", **options)
-
-    def check_writable(self) -> None:
-        """See `Storage.check_writable`."""
-        probe(self)
 
     def _pages(
         self, verb: str, prefix: str, method: str, **options: str

@@ -1,13 +1,14 @@
-"""How a text names a storage, and a folder of one."""
+"""How a text names a storage; how installed packages add schemes."""
 
 from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import storage_below, storage_from_uri
+from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.records import Shelf
 
 
 @pytest.fixture(autouse=True)
@@ -72,17 +73,81 @@ def test_anything_else_is_refused_with_what_to_write(uri):
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_folder_of_a_storage_is_a_storage():
-    """The same place and credentials, one folder further down; it can't lead out."""
-    keys = {"endpoint_url": "http://a:9000", "access_key_id": "key", "secret_access_key": "secret"}
-    for storage, folder, expected in (
-        (S3Storage("b", "team", **keys), "x/y", S3Storage("b", "team/x/y", **keys)),
-        (S3Storage("b"), "x", S3Storage("b", "x")),
-        (DirectoryStorage(Path("/data")), "x/y", DirectoryStorage(Path("/data/x/y"))),
-    ):
-        assert storage_below(storage, folder) == expected
-    for wrong in ("../x", "/x", "", "x/.."):
-        with pytest.raises(BadKeyError):
-            storage_below(S3Storage("b"), wrong)
-    with pytest.raises(InvalidParamsError, match="object has no folders"):
-        storage_below(object(), "x")
+def test_what_is_a_storage_stays_one():
+    """A function that takes a storage or its name has no rule of its own for what a name is."""
+    storage = S3Storage("bucket", region="here")
+    assert storage_at(storage) is storage
+    assert storage_at("s3://bucket/p") == S3Storage("bucket", "p")
+    assert storage_at(Path("runs")) == storage_at("runs") == DirectoryStorage(Path("runs"))
+    with pytest.raises(InvalidParamsError, match="a dict is no storage; give a path, a URI"):
+        storage_at({})
+
+
+def test_how_to_get_to_a_bucket():
+    """What an s3:// URI doesn't say can be given beside it; a folder has no use for it."""
+    found = storage_from_uri("s3://b/p", region="here", anonymous=True)
+    assert found == S3Storage("b", "p", region="here", anonymous=True)
+    with pytest.raises(InvalidParamsError, match="runs is a folder; region belong to an s3:// URI"):
+        storage_from_uri("runs", region="here")
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Give a function that installs a package which names storages, as pip would do it."""
+
+    def install(package: str, **storages: str) -> None:
+        site = tmp_path / f"site of {package}"
+        about = site / f"{package}-1.0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{scheme} = {value}" for scheme, value in storages.items()]
+        text = "\n".join(["[prefect_torch_ddp.storages]", *lines, ""])
+        (about / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(site)
+
+    return install
+
+
+def shelf_of(uri: str) -> Shelf:
+    """Make the storage of a shelf: URI."""
+    return Shelf(uri=uri)
+
+
+def test_an_installed_package_adds_a_scheme(install):
+    """Its entry point is called with the whole URI, whose scheme may be in either case."""
+    install("shelves", shelf=f"{__name__}:shelf_of")
+    assert storage_from_uri("shelf://host:80/a b?c") == Shelf(uri="shelf://host:80/a b?c")
+    assert storage_from_uri("Shelf://x") == Shelf(uri="Shelf://x")
+    for wrong in ("shelf:x", "shelves://x"):
+        with pytest.raises(InvalidParamsError, match="names no known storage; write"):
+            storage_from_uri(wrong)
+
+
+def test_a_package_cannot_replace_a_scheme_that_comes_along(install):
+    """s3:// is the same with and without it."""
+    install("shelves", s3=f"{__name__}:shelf_of")
+    assert storage_from_uri("s3://b") == S3Storage("b")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no_such_module:make", "can't be loaded: No module named 'no_such_module'; install"),
+        ("os:no_such_name", "can't be loaded: module 'os' has no attribute"),
+        ("builtins:str", "builtins:str made a str of a shelf: URI, and has to return a Storage"),
+    ],
+    ids=["no module", "no name", "no storage"],
+)
+def test_a_package_that_is_broken_is_named(install, value, words):
+    """The error says which entry point it is, and what is wrong with it."""
+    install("shelves", shelf=value)
+    with pytest.raises(InvalidParamsError, match=words):
+        storage_from_uri("shelf://x")
+
+
+def test_two_packages_of_one_scheme_are_refused(install):
+    """Neither is chosen by chance."""
+    install("one", shelf="one:make")
+    install("two", shelf="two:make")
+    with pytest.raises(InvalidParamsError, match=r"several packages, (one|two):make, (one|two):"):
+        storage_from_uri("shelf://x")

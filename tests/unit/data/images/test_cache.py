@@ -130,13 +130,13 @@ def test_two_sources_never_mix(tmp_path, monkeypatch):
         assert cached.read_many(parts_of(storage)) == [content(f"{salt}0")]
     places = [S3Storage(*place) for place in (["bucket"], ["bucket2"], ["bucket", "a"])]
     places += [S3Storage("bucket", endpoint_url="http://a:9000")]
-    names = {cache._where(place) for place in places}
+    names = {place.identity for place in places}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:9000")
-    plain = cache._where(S3Storage("bucket"))
-    packed = cache._where(PackedObjects(S3Storage("bucket"), "a/"))
+    plain = S3Storage("bucket").identity
+    packed = PackedObjects(S3Storage("bucket"), "a/").identity
     assert len(names | {plain, packed}) == 6
     keys = S3Storage("bucket", access_key_id="key", secret_access_key="secret")
-    assert cache._where(keys) == plain
+    assert keys.identity == plain
 
 
 def test_what_has_no_etag_is_not_kept(storage, cached):

@@ -26,7 +26,7 @@ from prefect_torch_ddp.data.images.listing import (
 )
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ListedObject
+from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 from tests.integration.data.image_files import write_folder
 
 PARTS = st.sampled_from(["a", "b", "a-b", "a.b", "B", "ä", "1.jpg", "2.PNG", "notes.txt", "x.webp"])
@@ -82,7 +82,7 @@ def test_no_class_folder_says_what_there_is(keys, words):
         index_images(listed(*keys), "s3://b/p")
 
 
-class Listed:
+class Listed(Readable):
     """A source of which only the listing counts."""
 
     uri = "s3://bucket/data"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.errors import BadKeyError
-from prefect_torch_ddp.storage.protocol import MAX_KEY_BYTES, check_key, check_prefix, is_key
+from prefect_torch_ddp.storage.names import MAX_KEY_BYTES, check_key, check_prefix, is_key
 
 LONG_KEY = "/".join(["k" * 99] * 9) + "/"  # 900 bytes
 
