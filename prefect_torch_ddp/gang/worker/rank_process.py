@@ -187,14 +187,14 @@ class _Limit:
 
 
 class RankLines:
-    """Passes on a rank's lines within limits, of prints, records and warnings; keeps them all."""
+    """Passes on a rank's lines within a limit; keeps them all."""
 
     def __init__(self, rank: int, world_size: int, writer: RankLogWriter | None) -> None:
-        """Without a writer what the limits leave out is gone."""
+        """Without a writer what the limit leaves out is gone."""
         self._rank = rank
         self.writer = writer
         most = max(LEAST_LINES, min(MOST_LINES, LINES_OF_GANG // world_size))
-        self._limits = {kind: _Limit(most) for kind in ("print", "record", "warning")}
+        self._limit = _Limit(most)
         self._last: deque[LogLine] = deque(maxlen=LAST_LINES)
         """The newest of those left out since the last one shown."""
 
@@ -203,8 +203,7 @@ class RankLines:
     ) -> Iterator[LogLine]:
         """Take in lines; yield those for the run's log."""
         self.keep(texts, f"{logging.getLevelName(level)} {logger}: " if logger else "")
-        kind = "warning" if level >= logging.WARNING else "record" if logger else "print"
-        num_admitted = self._limits[kind].admit(len(texts))
+        num_admitted = self._limit.admit(len(texts))
         if num_admitted:
             self._last.clear()
         for text in texts[:num_admitted]:
@@ -213,20 +212,19 @@ class RankLines:
             self._last.append(LogLine(self._rank, level, text, logger))
 
     def keep(self, texts: Sequence[str], origin: str) -> None:
-        """Keep lines in the storage alone."""
+        """Keep lines in the storage only."""
         if self.writer is not None and texts:
             self.writer.add(texts, origin)
 
     def tell_left_out(self) -> Iterator[LogLine]:
         """Yield how many lines were left out, at the end of a period."""
-        for limit in self._limits.values():
-            if num_left_out := limit.next_period():
-                self._last.clear()
-                yield self._note(num_left_out)
+        if num_left_out := self._limit.next_period():
+            self._last.clear()
+            yield self._note(num_left_out)
 
     def end(self) -> Iterator[LogLine]:
         """Yield how many lines were left out, and the last of them; have the rest written."""
-        num_left_out = sum(limit.num_left_out for limit in self._limits.values())
+        num_left_out = self._limit.num_left_out
         if num_left_out > len(self._last):
             yield self._note(num_left_out - len(self._last))
         yield from self._last

@@ -137,15 +137,16 @@ def test_periods_get_longer_while_the_flood_lasts(monkeypatch: pytest.MonkeyPatc
     assert sum(passed) == MOST_LINES + len(counts) * MOST_LINES // SHARE
 
 
-def test_what_is_logged_passes_while_prints_flood_and_order_is_kept() -> None:
-    """It has limits of its own; what was left out before a record isn't shown behind it."""
+def test_prints_records_and_warnings_share_the_limit() -> None:
+    """The note counts them together, and the last of them are shown at the end."""
     lines = RankLines(0, 2, None)
     assert len([*lines.take(numbered(0, 5_000))]) == MOST_LINES
-    warned = [*lines.take(["loss is nan"], logging.WARNING, "user.code")]
-    assert warned == [LogLine(0, logging.WARNING, "loss is nan", "user.code")]
-    assert texts([*lines.take(["epoch 1"], logging.INFO, "user.code")]) == ["epoch 1"]
-    assert [*lines.take(["after it"])] == []
-    assert texts([*lines.end()]) == ["4,000 lines left out", "after it"]
+    assert [*lines.take(["epoch 1"], logging.INFO, "user.code")] == []
+    assert [*lines.take(["loss is nan"], logging.WARNING, "user.code")] == []
+    note, *last = lines.end()
+    assert note.text == f"{4_002 - LAST_LINES:,} lines left out"
+    assert texts(last)[-2:] == ["epoch 1", "loss is nan"]
+    assert last[-1] == LogLine(0, logging.WARNING, "loss is nan", "user.code")
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(1, 1_000), (8, 1_000), (64, 125), (512, 100)])
