@@ -9,7 +9,7 @@ from prefect import Task, flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
@@ -36,7 +36,7 @@ from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
-from prefect_torch_ddp.tracking.description import recorded_params
+from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point
 
 DEFAULTS = TrainParams()
@@ -183,8 +183,7 @@ def _check(params: TrainParams) -> Run:
     assert context is not None
     assert context.flow_run is not None
     run_id = run_id_of(context.flow_run.name, context.flow_run.id)
-    by = [flow_run.flow_name, deployment.name if context.flow_run.deployment_id else ""]
-    experiment = "/".join(filter(None, [*by, params.workload]))
+    experiment = experiment_of(params.workload)
     return Run(
         run_id=run_id,
         experiment=experiment,

@@ -192,8 +192,9 @@ class ContextParams(GangParams):
     resume_from: str | None = None
     """Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another
     storage; append /checkpoints/step-00000400 for a certain checkpoint. latest: the newest run of
-    this deployment, flow and workload, or task, if that did not finish; best: its best completed
-    run, of which modules alone take their weights. Without such a run it begins anew."""
+    this deployment, flow and workload (or task), if it did not finish; best: their best completed
+    run, of which only the weights of modules are loaded. Without such a run, the training starts
+    from the beginning."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""

@@ -56,8 +56,9 @@ class RunRecord(Result):
 
     run_id: str
     experiment: str
-    """What its runs have in common: flow, deployment where there is one, and workload or task,
-    e.g. `train-ddp/nightly/flows.land_use`."""
+    """What its runs have in common: the flow, its deployment if it has one, and the workload, e.g.
+    `train-ddp/nightly/flows.land_use`; of a `ddp_task` its module and name, e.g.
+    `cats/nightly/flows.cats/fit`, with the run_key if it has one (`fit:fold-1`)."""
     workload: str
     """Module, perhaps with an object; of a `ddp_task` its function."""
     state: RunState = "training"

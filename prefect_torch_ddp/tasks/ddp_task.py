@@ -5,6 +5,7 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from prefect_torch_ddp.tasks.run import (
 from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
-from prefect_torch_ddp.tracking.description import draft_record, plain_values
+from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.finished import ended_call, record_ended_call
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
@@ -101,6 +102,7 @@ def ddp_task(
         # that cached results depend on.
         run.__signature__ = _signature_without_context(fn)  # type: ignore[attr-defined]
         task: GangTask[P, R] = GangTask(run, **{"retry_condition_fn": is_worth_a_retry, **prefects})
+        task.module = _module_of(fn)
         return task.with_params(params)
 
     ours, prefects = _parted(options)
@@ -112,6 +114,17 @@ def _parted(options: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, An
     prefects = TaskOptions.__annotations__.keys()
     ours = {name: value for name, value in options.items() if name not in prefects}
     return ours, {name: value for name, value in options.items() if name in prefects}
+
+
+def _module_of(fn: Callable[..., Any]) -> str:
+    """Name the module that a function is from; that of a script by its file."""
+    if fn.__module__ != "__main__":
+        return fn.__module__
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:  # python -m
+        return str(spec.name.removesuffix(".__main__"))
+    return Path(file).stem if file else fn.__module__
 
 
 def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
@@ -139,6 +152,14 @@ class GangTask(Task[P, R]):
     """
 
     params = TaskParams()
+    module = ""
+    """Where its function is from, under the name that the module has when it is imported."""
+
+    @property
+    def experiment(self) -> str:
+        """What the runs of this task in this flow, or deployment, have in common."""
+        key = self.params.run_key
+        return experiment_of(self.module, self.name if key is None else f"{self.name}:{key}")
 
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters, which make another training of a call for Prefect's cache too."""
@@ -164,6 +185,7 @@ class GangTask(Task[P, R]):
         given = {name: getattr(self.params, name) for name in self.params.model_fields_set}
         made = type(self).__new__(type(self))
         made.__dict__.update(super().with_options(**prefects).__dict__)
+        made.module = self.module
         return made.with_params(checked(TaskParams, {**given, **ours}))
 
 
@@ -204,13 +226,14 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     code = None if params.run_key is None else code_of(fn)
     if code is not None and (done := ended_call(storage, run_id, code)) is not None:
         return done.value
-    resume_from = resume_point(params, storage, run_id, task.name)
+    experiment = task.experiment
+    resume_from = resume_point(params, storage, run_id, experiment)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
     draft = draft_record(
         params,
         run_id,
-        task.name,
+        experiment,
         storage,
         workload=f"{fn.__module__}:{fn.__qualname__}",
         arguments=plain_values(arguments),

@@ -35,7 +35,7 @@ from prefect_torch_ddp.tasks.run import (
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
-from prefect_torch_ddp.tracking.description import draft_record, plain_values
+from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder, is_final
 from prefect_torch_ddp.tracking.resume import weights_from
@@ -167,7 +167,8 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
     run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
 
     Args:
-        name: what such gangs have in common, and are compared by; another for each of a flow run.
+        name: what such gangs of this flow or deployment have in common, and are compared by;
+            another for each gang of a flow run.
         storage: for the record and the lines, as for `ddp_task`, which has the same default.
 
     Raises:
@@ -180,7 +181,7 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
         raise InvalidParamsError(msg)
     run_id = run_id_of(name, prefect_id)
-    draft = draft_record(None, run_id, name, own, workload=name)
+    draft = draft_record(None, run_id, experiment_of(name), own, workload=name)
     shown = TrainingProgress(attempt=newest_attempt(own, run_id) + 1)
     with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
         yield {

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from prefect.logging import get_run_logger
+from prefect.runtime import deployment, flow_run
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
@@ -28,6 +29,15 @@ MAX_CHARACTERS = 2_000
 MAX_FILES = 100_000
 MAX_SPLITS = 10
 LEFT_OUT = "(not on record: "
+
+
+def experiment_of(*names: str) -> str:
+    """Return what the runs of one training have in common: flow, deployment, and some names.
+
+    A name such as a task's is not enough: other projects use the same storage and the same names,
+    and `latest`, `best` and the page's comparison would take their runs.
+    """
+    return "/".join(filter(None, (flow_run.flow_name, deployment.name, *names)))
 
 
 def draft_record(

@@ -37,7 +37,11 @@ def resume_point(
         earlier = [each for each in list_records(own, experiment) if each.run_id != run_id]
         found = _unfinished(own, earlier) if reference == "latest" else _best(own, earlier, params)
         words = "resume_from=%r: %s"
-        said = found.uri if found else f"{experiment} has no such run yet, so this one begins anew"
+        none = (
+            f"{experiment} has no such run in {own.uri}, so this one starts from the beginning; to "
+            "continue a run of another flow, deployment or task, give its id"
+        )
+        said = found.uri if found else none
         get_run_logger().info(words, reference, said)
         return found
     point = parse_resume_from(reference, own, resolve_storage)

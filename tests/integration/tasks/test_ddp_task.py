@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -269,14 +270,15 @@ def check_pages(made: list[Artifact]) -> None:
     pages = [str(one.data) for one in made if one.type == "markdown"]
     lines = [str(one.description) for one in made if one.type == "progress"]
     keys = [one.key for one in made]
-    assert [keys.count(key("report", name)) for name in ("fit", "doomed")] == [2, 1]
+    made_by_task = (key("report", f"trains/{fit.__module__}/{name}") for name in ("fit", "doomed"))
+    assert [keys.count(each) for each in made_by_task] == [2, 1], keys
     resumed, whole, failed = pages
     for page in (resumed, whole):
         assert page.startswith("# fit: finished · epoch 2/2 · step 12/12 · loss 0.")
         assert "| 2 | 6 | 24 | " in page.partition("## Epochs")[2].partition("\n\n## ")[0]
         steps = [f"step {step}, attempt" for step in (12, 9)]
         assert all(step in page for step in steps), page
-        assert "| learning_rate |  | 0.01 | 0.01 (step 1) | 0.01 (step 1) |" in page
+        assert "| learning_rate | 0.01 | 0.01 (step 1) | 0.01 (step 1) |" in page
         assert "| checkpoint.every_steps | `3` |" in page
     assert "| fail_at | `7` |" in resumed
     failure = r"\| 7 \| rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told"
@@ -483,6 +485,53 @@ def test_latest_takes_up_what_its_own_flow_run_cancelled(
         return found and found.run_id
 
     assert resumed() == taken_up
+
+
+def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float:
+    """Train a weight that starts as given, and fail in step 6 of 8 if told."""
+    import torch
+
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    torch.nn.init.constant_(model.weight, initial)
+    ctx.track(model=model)
+    loader = ctx.loader(torch.utils.data.TensorDataset(torch.ones(8, 1)), global_batch_size=1)
+    for _ in ctx.steps(loader, epochs=1):
+        if fails and ctx.step == 6:
+            msg = "a bug"
+            raise ValueError(msg)
+    return float(model.weight.item())
+
+
+@pytest.mark.parametrize("reference", ["latest", "best"])
+def test_latest_and_best_take_no_run_of_another_flow(
+    dask_cluster: LocalCluster, tmp_path: Path, reference: str
+) -> None:
+    """A task of the same name in another flow, with the same storage, is another experiment; so is
+    the same task with another run_key."""
+    saves = CheckpointParams(every_steps=2)
+    fit: Any = ddp_task(name="fit", world_size=1, storage=str(tmp_path), checkpoint=saves)(
+        weight_of_a_training
+    )
+    later = fit.with_options(resume_from=reference)
+    fails = reference == "latest"
+
+    @flow(task_runner=on(dask_cluster))
+    def cats() -> None:
+        fit.submit(7.0, fails=fails).wait()
+
+    @flow(name="cats", task_runner=on(dask_cluster))
+    def cats_again() -> list[float]:
+        keyed = later.with_options(run_key="fold-2")
+        return [task.submit(1.0, fails=False).result() for task in (keyed, later)]
+
+    @flow(task_runner=on(dask_cluster))
+    def dogs() -> float:
+        return float(later.submit(1.0, fails=False).result())
+
+    with suppress(RankFailedError):
+        cats()
+    assert dogs() == 1.0
+    assert cats_again() == [1.0, 7.0]
 
 
 def test_a_new_run_begins_from_another_with_its_ledger(

@@ -27,6 +27,7 @@ from prefect_torch_ddp.records.metric_names import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report import markdown
+from prefect_torch_ddp.tasks.report.artifacts import key
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, report_of
 from tests.support.waiting import wait_until
@@ -173,7 +174,10 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     with pytest.raises(RankFailedError, match="out of luck"):
         trains()
     record = only_record(tmp_path)
-    assert (record.state, record.experiment) == ("failed", "fail_in_step_three")
+    assert (record.state, record.experiment) == (
+        "failed",
+        f"trains/{__name__}/fail_in_step_three",
+    )
     assert record.workload.endswith("test_run_record:fail_in_step_three")
     assert record.arguments == {"rate": 0.5, "data": "(not on record: object)"}
     assert "out of luck" in record.cause
@@ -219,15 +223,15 @@ def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     assert values == [0, 1]
     record = only_record(tmp_path)
     known = (record.experiment, record.state, record.flow_run_id)
-    assert known == ("sweep", "completed", flow_run_id)
+    assert known == ("sweeps/sweep", "completed", flow_run_id)
     assert [(each.attempt, each.world_size) for each in record.attempts] == [(1, 2), (2, 2)]
     assert "out of luck" in record.attempts[0].cause
     shown = artifacts_of(UUID(flow_run_id))
-    page = str(shown["report-sweep"].data)
+    page = str(shown[key("report", record.experiment)].data)
     assert page.startswith("# sweep: finished")
     assert re.search(r"\| 1 \| 2 \| 127\.0\.0\.1 \| [^|]+ \|  \| rank 1", page)
     assert "out of luck in &lt;b&gt;" in page
-    assert shown["progress-sweep"].data == 100.0
+    assert shown[key("progress", record.experiment)].data == 100.0
     told = ["training.started", "rank.failed", "training.resumed", "training.finished"]
     assert names_of(events_of(UUID(flow_run_id))) == told
     lines = DirectoryStorage(tmp_path).list(f"runs/{record.run_id}/logs/")
