@@ -103,6 +103,8 @@ class RankLoader:
         """Whose order `iter(loader)` takes. It isn't saved: a loop of one's own sets it."""
         self._keeps_epoch = keeps_epoch
         self._keeps_ids = keep_ids
+        self._turn = 0
+        """Counts passes: persistent workers serve the newest one."""
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         _check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
@@ -258,7 +260,9 @@ class RankLoader:
             loaded = iter(self._loader)
         (_, full), (_, tail) = self._loads(stand_ins=stand_ins)
         num = len(full) * (len(self) - 1 - start_batch) + len(tail)
-        return _to_the_end(loaded, num)
+        self._turn = turn = self._turn + 1
+        is_shared = self._loader.persistent_workers
+        return _to_the_end(loaded, num, lambda: self._turn == turn or not is_shared)
 
     def _loads(self, *, stand_ins: bool) -> list[tuple[int, dict[int, int]]]:
         """Return the size of a full global batch and of the last, and of the shares loaded here."""
@@ -276,17 +280,31 @@ def _warn_of_nones() -> None:
     )
 
 
-def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:
-    """Yield all; refuse a pass that ends earlier, whatever in the DataLoader raised the end."""
-    num_loaded = 0
-    for num_loaded, tagged in enumerate(loaded, start=1):  # noqa: B007 - read after the loop
+def _to_the_end(
+    loaded: Iterator[Tagged], num: int, has_workers: Callable[[], bool]
+) -> Iterator[Tagged]:
+    """Yield all; refuse a pass that ends earlier, whatever in the DataLoader raised the end.
+
+    Or one whose worker processes have been given another pass: their batches are of that one.
+    """
+    for num_loaded in range(num):
+        if not has_workers():
+            msg = (
+                f"another pass over this loader began after {num_loaded} of {num} batches of this "
+                "one, and persistent workers serve one pass at a time: make another loader for "
+                "it, with ctx.loader, or leave persistent_workers out"
+            )
+            raise InvalidParamsError(msg)
+        if (tagged := next(loaded, None)) is None:
+            msg = (
+                f"the DataLoader's pass ended after {num_loaded} of {num} batches: samples would "
+                "be lost; look for a StopIteration in what it calls, such as pin_memory or "
+                "worker_init_fn"
+            )
+            raise RuntimeError(msg)
         yield tagged
-    if num_loaded < num:
-        msg = (
-            f"the DataLoader's pass ended after {num_loaded} of {num} batches: samples would be "
-            "lost; look for a StopIteration in what it calls, such as pin_memory or worker_init_fn"
-        )
-        raise RuntimeError(msg)
+    if has_workers():
+        next(loaded, None)  # the end, at which the DataLoader ends its workers
 
 
 def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:

@@ -164,3 +164,17 @@ def test_what_a_sharded_dataset_draws_is_the_same_in_workers() -> None:
     """From the middle on, on two ranks."""
     dataset = Noisy([7, 9, 3, 11], 5)
     assert walk(dataset, 6, 2, start=3, **FORKED) == walk(dataset, 6, 1)[3:]
+
+
+@pytest.mark.parametrize("num_inner", [1, 3], ids=["left after a batch", "whole"])
+def test_a_pass_within_a_pass_of_persistent_workers_is_refused(num_inner: int) -> None:
+    """The outer pass raises before it yields a batch of the inner one, and says what to do."""
+    loader = loader_of(Noise(30), 10, seed=7, persistent_workers=True, **FORKED)
+    outer = loader.lockstep(0)
+    next(outer)
+    inner = iter(loader)
+    assert len([next(inner) for _ in range(num_inner)]) == num_inner
+    with pytest.raises(InvalidParamsError, match=r"another pass .* began after 1 of 3 batches"):
+        next(outer)
+    plain = loader_of(Noise(30), 10, seed=7, **FORKED)
+    assert [len(list(plain)) for _ in plain] == [3, 3, 3]
