@@ -134,15 +134,25 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Inside `steps` each rank's gradient counts by its share of the global batch: an uneven
-        tail also gives exactly the gradient of its mean loss. Several backward passes in a step
-        add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts alike, and
-        any rank may make one alone. So may it run a forward pass, in `eval()` with running
-        statistics too: buffers become rank 0's at the end of each backward pass.
+        Train with what it returns: a forward pass of the model itself, or of `.module`, isn't
+        summed over the ranks. Wrap it again after you change which parameters are trained.
+
+        Within `steps` each rank's gradient is weighted by its share of the global batch, so an
+        uneven tail also gives exactly the gradient of its mean loss. Several pairs of a forward
+        and a backward pass in a step add up; see `micro_batches`. As under plain DDP, a second
+        backward pass of the same forward pass isn't summed over the ranks.
+
+        Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and
+        forward passes involve no communication, so a single rank may do them: buffers are
+        synchronised from rank 0 after each backward pass instead.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.
             **ddp_kwargs: for DistributedDataParallel.
+
+        Raises:
+            InvalidParamsError: `process_group` is of some of the ranks only; or the process group
+                isn't up.
         """
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 

@@ -3,7 +3,7 @@
 import copy
 import copyreg
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -48,6 +48,7 @@ class ShareWeights:
         if self._world_size == 1 or not trains:
             return model
         require_group(self._world_size)
+        _refuse_subgroup(ddp_kwargs)
         if device.type == "cuda":
             ddp_kwargs = {"device_ids": [device], **ddp_kwargs}
         ddp = ShareDDP(model, **ddp_kwargs)
@@ -58,7 +59,8 @@ class ShareWeights:
     def take(self, ddp: "ShareDDP") -> None:
         """Count a model's gradients by share; talks to no other rank."""
         ddp.share_weights = self
-        ddp.register_comm_hook((self, ddp.process_group, ref(ddp)), _sum_by_share)
+        state = self, ddp.process_group, ref(ddp)
+        DistributedDataParallel.register_comm_hook(ddp, state, _sum_by_share)
         self._models.add(ddp)
 
     def begin_loop(self, batches: GlobalBatches) -> None:
@@ -116,6 +118,9 @@ class ShareWeights:
         expected = None if share is None else max(share.num_local - share.num_skipped, 1)
         num_rows = count_rows(batch, expected)
         parts = pieces(num_rows, max_samples)
+        if len(parts) > 1:
+            for model in self._models:
+                refuse_unsynced(model)
         synced = [(model, model.require_backward_grad_sync) for model in self._models]
         try:
             for part in parts:
@@ -175,6 +180,21 @@ class ShareDDP(DistributedDataParallel):
         else:
             self._sync_buffers()  # type: ignore[no-untyped-call]
 
+    def register_comm_hook(self, state: object, hook: object) -> None:  # noqa: ARG002 - refused
+        """Refuse another hook than the one that sums by share."""
+        msg = (
+            "register_comm_hook can't be called on what ctx.wrap returns, whose own hook sums "
+            "gradients by each rank's share of the global batch; for another hook use torch's "
+            "DistributedDataParallel, and give all ranks equal shares: drop_last=True, and a "
+            "global_batch_size that the number of ranks divides"
+        )
+        raise InvalidParamsError(msg)
+
+    def no_sync(self) -> Any:
+        """Not sum the gradients of the passes within, as under plain DDP."""
+        refuse_unsynced(self)
+        return super().no_sync()
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -222,6 +242,36 @@ def _sum_by_share(
         return total
 
     return future.then(summed)
+
+
+def _refuse_subgroup(ddp_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a group of some of the ranks: shares are of a batch that all of them hold."""
+    group, mesh, num_all = (
+        ddp_kwargs.get("process_group"),
+        ddp_kwargs.get("device_mesh"),
+        dist.get_world_size(),
+    )
+    sizes = [] if group is None else [dist.get_world_size(group)]
+    sizes += [] if mesh is None else [mesh.size()]
+    if any(size != num_all for size in sizes):
+        msg = (
+            "ctx.wrap got a process group of other ranks than all: gradients count by each rank's "
+            "share of a global batch that all ranks hold. Leave process_group out; or for a model "
+            "of some of the ranks use torch's DistributedDataParallel, which averages over them"
+        )
+        raise InvalidParamsError(msg)
+
+
+def refuse_unsynced(model: DistributedDataParallel) -> None:
+    """Refuse a static graph whose first pass isn't summed, at which torch's assertion fails."""
+    # Torch has no public way to it; it is set in the first backward pass.
+    if model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True):
+        msg = (
+            "static_graph=True learns the graph from the first backward pass, which the ranks "
+            "have to sum: it can't be one within no_sync, or of the first of several micro-batches"
+            "; leave static_graph out, or take the first step without them"
+        )
+        raise InvalidParamsError(msg)
 
 
 def _settle_buckets(ddp: DistributedDataParallel) -> None:

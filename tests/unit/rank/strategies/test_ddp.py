@@ -108,6 +108,38 @@ def test_a_model_that_nobody_holds_is_freed() -> None:
         assert len(x) == 1
 
 
+def test_a_group_of_some_ranks_is_refused() -> None:
+    """A model of a smaller group would get gradients that are too small."""
+    others = dist.GroupMember.NON_GROUP_MEMBER  # what a rank outside of a group is given
+    with pytest.raises(InvalidParamsError, match="a process group of other ranks than all"):
+        ShareWeights(2).wrap(nn.Linear(1, 1), CPU, {"process_group": others})
+    group = dist.new_group([0])
+    net = nn.Linear(1, 1, bias=False)
+    assert gradient(ShareWeights(2).wrap(net, CPU, {"process_group": group})) == 1
+
+
+def test_another_hook_is_refused() -> None:
+    """The model's own hook sums by share, and DDP takes only one."""
+    model: Any = ShareWeights(2).wrap(nn.Linear(1, 1), CPU, {})
+    with pytest.raises(InvalidParamsError, match="register_comm_hook can't be called"):
+        model.register_comm_hook(None, None)
+
+
+def test_a_static_graph_is_refused_whose_first_pass_is_not_summed() -> None:
+    """Before the first summed pass `no_sync` and several micro-batches are refused in words."""
+    weights = ShareWeights(2)
+    model: Any = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {"static_graph": True})
+    with pytest.raises(InvalidParamsError, match="learns the graph from the first"):
+        model.no_sync()
+    with pytest.raises(InvalidParamsError, match="learns the graph from the first"):
+        next(weights.micro_batches(torch.ones(2, 1), 1))
+    assert len(list(weights.micro_batches(torch.ones(2, 1), 2))) == 1
+    gradient(model)
+    with model.no_sync():
+        assert gradient(model) == 1
+    assert len(list(weights.micro_batches(torch.ones(2, 1), 1))) == 2
+
+
 def test_micro_batches_left_half_way_are_an_error() -> None:
     """Each rank would step by a gradient of its own otherwise."""
     weights = ShareWeights(2)
