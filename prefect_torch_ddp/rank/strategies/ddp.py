@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.strategies.buffers import BufferMessage
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
 
 
@@ -159,7 +158,6 @@ class ShareDDP(DistributedDataParallel):
     """
 
     share_weights: ShareWeights
-    _message: BufferMessage | None = None
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward pass does: only within `join`, which counts on it."""
@@ -171,13 +169,7 @@ class ShareDDP(DistributedDataParallel):
         if not (self.broadcast_buffers and self.modules_buffers):
             return
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        if not self.modules_buffers:  # the model has none any more
-            return
-        if self._message is None or not self._message.is_of(self.modules_buffers):
-            self._message = BufferMessage(self.modules_buffers)
-        if self._message.is_worth_it and not hasattr(self, "buffer_hook"):
-            self._message.broadcast(self.process_group)
-        else:
+        if self.modules_buffers:  # else the model has none any more
             self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: object) -> None:  # noqa: ARG002 - refused
@@ -199,7 +191,6 @@ class ShareDDP(DistributedDataParallel):
         """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["share_weights"]
-        state.pop("_message", None)
         return {**state, "_comm_hooks": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
