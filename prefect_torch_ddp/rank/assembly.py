@@ -25,8 +25,7 @@ from prefect_torch_ddp.storage.protocol import Readable, Storage
 if TYPE_CHECKING:
     import torch
 
-    from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
-    from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks
+    from prefect_torch_ddp.rank.strategies.strategy import Strategy
     from prefect_torch_ddp.rank.training.steps import StepLoop
     from prefect_torch_ddp.rank.training.tracker import Tracker
 
@@ -80,7 +79,7 @@ class ContextParts:
         )
 
     @cached_property
-    def gradients(self) -> "ShareWeights | VirtualRanks":
+    def gradients(self) -> "Strategy":
         """What makes gradients those of the global batch."""
         # Loads torch.
         from prefect_torch_ddp.rank.strategies.ddp import ShareWeights  # noqa: PLC0415

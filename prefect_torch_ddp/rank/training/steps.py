@@ -18,8 +18,7 @@ from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, Sto
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
-from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks
+from prefect_torch_ddp.rank.strategies.strategy import Strategy
 from prefect_torch_ddp.rank.training.agreement import (
     POLL_S,
     Agreement,
@@ -51,7 +50,7 @@ class StepLoop:
         link: Link,
         reporter: Reporter,
         tracker: Tracker,
-        gradients: ShareWeights | VirtualRanks,
+        gradients: Strategy,
     ) -> None:
         """Take part in the ranks' agreements from now on.
 

@@ -1,0 +1,56 @@
+"""What a strategy of gradients is asked: how the ranks' gradients become the global batch's."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
+
+
+class Strategy(Protocol):
+    """Combines the gradients of the models that it wrapped; one for each rank of a training.
+
+    A loop is a call of `ctx.steps`. What a rank saves of the models isn't asked: with both
+    strategies every rank holds them whole.
+    """
+
+    def wrap(
+        self, model: "nn.Module", device: "torch.device", ddp_kwargs: dict[str, Any], /
+    ) -> "nn.Module":
+        """Move a model to the device, and return what the training calls."""
+        ...
+
+    def begin_loop(self, batches: "GlobalBatches", /) -> None:
+        """Take the global batches of a loop; every rank calls it.
+
+        Raises:
+            InvalidParamsError: a wrapped model can't be trained on them.
+        """
+        ...
+
+    def leave_loop(self) -> None:
+        """End a loop, in whatever way it was left."""
+        ...
+
+    def begin_step(self, step: int, share: "BatchShare", /) -> None:
+        """Take this rank's share of the global batch that the step is of."""
+        ...
+
+    def end_step(self, step: int, /) -> None:
+        """End a step.
+
+        Raises:
+            InvalidParamsError: its gradients aren't those of the global batch.
+        """
+        ...
+
+    def micro_batches(self, batch: Any, max_samples: int | None, /) -> Iterator[tuple[Any, float]]:
+        """Yield (micro-batch, weight); after the last one gradients are the global batch's."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it changed in the process."""
+        ...
