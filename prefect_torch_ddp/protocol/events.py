@@ -162,6 +162,8 @@ class RankStack:
     rank: int
     text: str
     """All its threads as faulthandler writes them, the main one last; or why there is none."""
+    cpu_s: float = 0.0
+    """Processor time that its processes had used by then."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from prefect_torch_ddp.gang.caller.agent_client import (
     AgentClient,
 )
 from prefect_torch_ddp.gang.caller.growth import GangGrowsError, Growth
-from prefect_torch_ddp.gang.caller.hang import HangWatch
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.gang.caller.root_cause import (
+from prefect_torch_ddp.gang.caller.stop import StopSwitch
+from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
+from prefect_torch_ddp.gang.caller.verdict.root_cause import (
     cancelled,
     early_return,
     error_for,
@@ -32,10 +33,11 @@ from prefect_torch_ddp.gang.caller.root_cause import (
     settle_s,
     stopped_unasked,
 )
-from prefect_torch_ddp.gang.caller.stop import StopSwitch
 from prefect_torch_ddp.protocol.events import (
+    NO_RANK,
     FunctionEnded,
     GangEvent,
+    LogLine,
     RankFailure,
     RankReturned,
     RankStack,
@@ -46,6 +48,11 @@ from prefect_torch_ddp.protocol.rank import RankPlace
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[GangEvent], None]
+
+PROOF_S = 2.0
+"""Between two looks at ranks that seem to wait in vain."""
+MAX_PAUSE_S = 60.0
+"""Between two looks at ranks that work after others have ended."""
 
 
 class Supervisor:
@@ -81,8 +88,9 @@ class Supervisor:
         watches = [asyncio.create_task(self._watch(agent, sink)) for agent in self._agents]
         watches.append(asyncio.create_task(self._obey(stop)))
         watches.append(asyncio.create_task(self._grow()))
+        watches.append(asyncio.create_task(self._look_for_vain_waits()))
         try:
-            await self._until_settled()
+            await self._until_settled(sink)
             await self._raise_if_broken(stop)
             # At once: while Dask holds values, a lost worker would make it run the agent again.
             parts = await asyncio.gather(*map(self._values_of, self._agents))
@@ -127,10 +135,12 @@ class Supervisor:
         orders = [agent.give("pause") for agent in self._agents]
         await asyncio.gather(*orders, return_exceptions=True)
 
-    async def _until_settled(self) -> None:
+    async def _until_settled(self, sink: Sink) -> None:
         size = self._placement.shape.world_size
-        while not (self._broken or self._failures or self._hang.has_found):
+        while not (self._broken or self._failures):
             if len(self._returned) == size:
+                return
+            if self._hang.has_found and await self._is_confirmed(sink):
                 return
             await self._news()
 
@@ -142,8 +152,6 @@ class Supervisor:
     async def _raise_if_broken(self, stop: StopSwitch) -> None:
         attempt = self._plan.attempt
         self._raise_if_stopped(stop)
-        if self._hang.stall is not None:
-            await self._gather_stacks()
         if self._broken is not None:
             raise self._broken
         if self._hang.stall is not None:
@@ -173,7 +181,35 @@ class Supervisor:
     def _ended_places(self) -> Sequence[RankPlace]:
         return [place for place in self._placement.places if place.rank in self._ended]
 
+    async def _is_confirmed(self, sink: Sink) -> bool:
+        """Tell whether the stacks leave a gang without progress no excuse."""
+        if self._hang.stall is not None:
+            await self._gather_stacks()
+            if why := self._hang.excuse():
+                sink(LogLine(NO_RANK, logging.WARNING, why))
+        for stack in self._hang.stacks if self._hang.has_found else ():
+            sink(stack)
+        return self._hang.has_found
+
+    async def _look_for_vain_waits(self) -> None:
+        """Look at the ranks that another one's end has left behind, less and less often."""
+        pause_s = PROOF_S
+        while True:
+            await asyncio.sleep(PROOF_S)
+            if not self._hang.suspects_vain_wait or self._hang.has_found:
+                continue
+            await self._gather_stacks()
+            if self._hang.may_wait_in_vain:
+                await asyncio.sleep(PROOF_S)
+                await self._gather_stacks()
+                self._hang.judge_vain_wait()
+                self._changed.set()
+                continue  # a collective may take a moment: the next look is soon
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
     async def _gather_stacks(self) -> None:
+        self._hang.begin_look()
         # What fails from now on, woken by the signal for it, is not the cause.
         asked_s = time.monotonic()
         for look in [asyncio.create_task(agent.give("look")) for agent in self._agents]:
@@ -225,7 +261,8 @@ class Supervisor:
             report = await agent.poll()
             for event in report.events:
                 self._note(event)
-                sink(event)
+                if not isinstance(event, RankStack):  # of a mere suspicion, perhaps
+                    sink(event)
             if self._hang.take(report.heartbeats, sink):
                 self._changed.set()
             # An agent that Dask cancelled shuts its ranks down, and reports that.

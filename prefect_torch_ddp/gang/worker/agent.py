@@ -145,7 +145,10 @@ class _Agent:
             for event in self._new_events():
                 self._box.post(event)
             self._box.heartbeats = probe.heartbeats() or self._box.heartbeats
-            for stack in probe.stacks() if "look" in self._box.orders else ():
+            if "look" in self._box.orders:
+                self._box.orders.discard("look")
+                probe.ask_for_stacks()
+            for stack in probe.stacks():
                 self._box.post(stack)
             if self._is_over():
                 return False

@@ -20,6 +20,8 @@ ACTIVE_LEAST_S = 0.03
 """CPU times come in ticks of 10 ms, so a few of them in a short window say nothing."""
 ACTIVE_BYTES_PER_S = 65_536
 READ_S = 0.1
+TURN_S = 3.0
+"""The most that counts between two reads, as for `gang.liveness`."""
 LOOK_TIMEOUT_S = 4.0
 """How long a rank may take to write its stacks; only a stopped one takes longer."""
 LOOK_QUIET_S = 0.2
@@ -119,10 +121,10 @@ class _Watched:
     moved_ns: int = 0
     sampled_s: float = 0.0
 
-    def heartbeat(self) -> RankHeartbeat:
+    def heartbeat(self, woke_ns: int) -> RankHeartbeat:
         # Read again, not kept from the measuring: a rank that moved since must not look silent.
         heartbeat = self.process.io.page.read()
-        silent_s = _since_s(heartbeat.moved_ns)
+        silent_s = _since_s(max(heartbeat.moved_ns, woke_ns))
         has_moved = heartbeat.moved_ns != self.moved_ns
         return RankHeartbeat(
             rank=self.process.place.rank,
@@ -151,7 +153,8 @@ class ProgressProbe:
         self._limit_s = limit_s
         self._ranks = [_Watched(rank, Idleness((limit_s or 0.0) / 2)) for rank in ranks]
         self._read_s = 0.0
-        self._looks: list[_Look] | None = None
+        self._woke_ns = time.monotonic_ns()
+        self._looks: list[_Look] = []
         self._look_ends_s = 0.0
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
@@ -159,11 +162,16 @@ class ProgressProbe:
         now = time.monotonic()
         if now - self._read_s < READ_S:
             return None
+        if now - self._read_s > TURN_S:
+            # This process was stopped, or its machine asleep, and most likely the ranks as well.
+            self._woke_ns = time.monotonic_ns()
+            for watched in self._ranks:
+                watched.idleness.reset()
         self._read_s = now
         alive = [watched for watched in self._ranks if not watched.process.child.is_reaped]
         if self._limit_s is not None:
             self._measure(alive, now, self._limit_s)
-        return tuple(watched.heartbeat() for watched in alive)
+        return tuple(watched.heartbeat(self._woke_ns) for watched in alive)
 
     def _measure(self, ranks: Sequence[_Watched], now: float, limit_s: float) -> None:
         """Take the usage of ranks silent for half the limit; it costs a walk over all processes."""
@@ -183,9 +191,7 @@ class ProgressProbe:
                 watched.idleness.add(time.monotonic(), usages[watched.process.child.pid])
 
     def stacks(self) -> Iterator[RankStack]:
-        """Ask all ranks for stacks, once; yield those that are complete by now, or overdue."""
-        if self._looks is None:
-            self._looks = self._ask()
+        """Yield the stacks asked for that are complete by now, or overdue."""
         now = time.monotonic()
         for look in list(self._looks):
             page = look.process.io.page
@@ -196,21 +202,23 @@ class ProgressProbe:
             if is_whole or now >= self._look_ends_s or look.process.child.is_reaped:
                 self._looks.remove(look)
                 silence = "it did not answer: it is stopped, or has not come to itself\n"
-                yield RankStack(look.process.place.rank, page.stacks(look.begin) or silence)
+                pid, rank = look.process.child.pid, look.process.place.rank
+                used = usage_of_sessions({pid}).get(pid, Usage())
+                yield RankStack(rank, page.stacks(look.begin) or silence, used.cpu_s)
 
-    def _ask(self) -> list[_Look]:
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks for their stacks; `stacks` yields them."""
         self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
-        looks = [
+        self._looks = [
             _Look(watched.process, watched.process.io.page.stacks_end())
             for watched in self._ranks
             if not watched.process.child.is_reaped
         ]
-        for look in looks:
+        for look in self._looks:
             # Without its handler, set up when the first phase begins, the signal would kill it.
             if look.process.io.page.read().phase is not Phase.NONE:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(look.process.child.pid, LOOK_SIGNAL)
-        return looks
 
 
 def _since_s(moved_ns: int) -> float:

@@ -41,6 +41,8 @@ def test_stacks_of_a_rank_that_dies_are_kept() -> None:
     place, io = SimpleNamespace(rank=1), SimpleNamespace(page=page)
     rank: Any = SimpleNamespace(child=child, io=io, place=place)
     probe = ProgressProbe([rank], None)
+    child.pid = -1
+    probe.ask_for_stacks()
     assert list(probe.stacks()) == []
     child.is_reaped = True
     assert list(probe.stacks()) == [RankStack(1, "in loss")]

@@ -60,7 +60,8 @@ def early_return(
     also = f" (as had ranks {', '.join(str(place.rank) for place in others)})" if others else ""
     summary = (
         f"its function had already returned{also} "
-        f"while rank {waiting} waited for it in a collective"
+        f"while rank {waiting} waited for it in a collective; take the same number of steps on "
+        "every rank, and stop all of them together: ctx.request_stop(...)"
     )
     trace = collateral[0].traceback_text if collateral else ""
     return RankFailure(first.rank, first.host, 0, "returned", summary, traceback_text=trace)

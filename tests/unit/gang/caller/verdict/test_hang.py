@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import GangHungError
-from prefect_torch_ddp.gang.caller.hang import describe, find_stall, summarize
+from prefect_torch_ddp.gang.caller.verdict.hang import describe, find_stall, missing_by, summarize
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
 
@@ -34,7 +34,7 @@ def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None
 @pytest.mark.parametrize(
     ("gang", "expected"),
     [
-        ([rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)], [1]),  # in the same step by collectives
+        ([rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)], [0, 1, 2]),  # not by what was counted
         ([rank(0, step=6, seq=1), rank(1, step=5, seq=9)], [1]),  # whatever they are: by step
         *(
             ([rank(0, phase), rank(1, Phase.STEP)], [1])  # behind the step, and inside of it
@@ -49,7 +49,7 @@ def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None
 def test_the_rank_that_has_come_least_far_is_missing(
     gang: list[RankHeartbeat], expected: list[int] | None
 ) -> None:
-    """By its step, whether it is still inside the step's body, and its collectives."""
+    """By its step, and whether it is still inside the step's body."""
     assert missing(*gang) == expected
 
 
@@ -101,8 +101,8 @@ STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
 
 
 def test_the_text_says_who_waits_for_whom() -> None:
-    """With stacks or without: a rank that can't answer is named all the same. Where the rank that
-    is behind waits in a collective too, the numbers of collectives say what is wrong."""
+    """With stacks or without: a rank that can't answer is named all the same. If all wait in a
+    collective, the way out is named."""
 
     def told(*gang: RankHeartbeat, stack: str = "") -> str:
         stall = find_stall(gang, LIMIT_S, from_start=False)
@@ -116,16 +116,16 @@ def test_the_text_says_who_waits_for_whom() -> None:
     assert told(rank(0, Phase.RETURNED), rank(1)) == f"{late} done with its function"
     both_wait = told(rank(0, seq=4), rank(1, seq=3), stack=STACK_OF_WAITING)
     at = "for 11 s it has been in step 5 at train.py:52 in train"
-    assert both_wait.startswith(f"rank 1 on b waits for a rank that does not come: {at}")
-    counts = "; they have begun different numbers of collectives: rank 0 4, rank 1 3"
-    assert both_wait.endswith(counts)
+    assert both_wait.startswith(f"rank 0 on a waits for a rank that does not come: {at}")
+    assert both_wait.endswith("stop all ranks together: ctx.request_stop(...)")
 
 
 def test_the_error_says_where() -> None:
     """The user's innermost line, not torch's; the error survives pickle with its fields."""
     stall = find_stall((rank(0, seq=2), rank(1, seq=1), rank(2, seq=2)), LIMIT_S, from_start=False)
     assert stall is not None
-    hang = describe(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_MISSING, 2: STACK_OF_WAITING})
+    stacks = {0: STACK_OF_WAITING, 1: STACK_OF_MISSING, 2: STACK_OF_WAITING}
+    hang = describe(missing_by(stall, stacks), HOSTS, stacks)
     assert hang.summary == (
         "rank 1 on b did not arrive: for 11 s it has been in step 5 at train.py:34 in forward, "
         "while ranks 0, 2 are waiting in a collective of step 5"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.caller.root_cause import (
+from prefect_torch_ddp.gang.caller.verdict.root_cause import (
     IDENTICAL_S,
     SETTLE_S,
     SILENT_SETTLE_S,

@@ -4,10 +4,16 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect_torch_ddp.errors import GangHungError
 from prefect_torch_ddp.gang.caller.placement import Placement
+from prefect_torch_ddp.gang.caller.verdict.proof import (
+    is_debugged,
+    is_in_collective,
+    main_thread,
+    wait_in_vain,
+)
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, Hang, LogLine, RankStack
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -18,8 +24,7 @@ IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
 STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
 """Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
 EARLY_RETURN_S = 3.0
-"""How long after a rank's end to wait for its peers' last reports; ranks count their
-collectives once a second."""
+"""How long after a rank's end its peers make no progress before they are looked at."""
 STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
 
@@ -29,7 +34,7 @@ class Stall:
     """A gang without progress."""
 
     behind: tuple[RankHeartbeat, ...]
-    """The ranks that have come least far; the others, if there are any, wait for them."""
+    """The ranks that have come least far, by their steps; stacks tell which the others wait for."""
     ahead: tuple[RankHeartbeat, ...]
     returned: tuple[RankHeartbeat, ...]
     silent_s: float
@@ -61,9 +66,9 @@ def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bo
     )
 
 
-def _progress_of(rank: RankHeartbeat) -> tuple[int, bool, int]:
+def _progress_of(rank: RankHeartbeat) -> tuple[int, bool]:
     heartbeat = rank.heartbeat
-    return heartbeat.step, heartbeat.phase not in IN_BODY, heartbeat.seq
+    return heartbeat.step, heartbeat.phase not in IN_BODY
 
 
 def _is_over(rank: RankHeartbeat, limit_s: float) -> bool:
@@ -91,15 +96,18 @@ class HangWatch:
         self._from_start = from_start
         self._hosts = {place.rank: place.host for place in placement.places}
         self._ranks: dict[int, RankHeartbeat] = {}
-        self._stacks: dict[int, str] = {}
+        self._stacks: dict[int, RankStack] = {}
+        self._before: dict[int, RankStack] = {}
         self._suspected: tuple[int, ...] = ()
         self._heard: set[int] = set()
         self._warned: tuple[int, ...] = ()
+        self._excused: tuple[int, ...] = ()
         self._ended_s: dict[int, float] = {}
         self.stall: Stall | None = None
         """Set once the gang hangs."""
         self.waits_in_vain: int | None = None
-        """A rank in a collective that another one, whose function has ended, never joined."""
+        """A rank in a collective that another one, whose function has ended, never joined: proven
+        by the stacks."""
 
     @property
     def has_found(self) -> bool:
@@ -114,8 +122,6 @@ class HangWatch:
         for rank in heartbeats:
             self._ranks[rank.rank] = rank
             self._heard.add(rank.rank)
-        if self.waits_in_vain is None:
-            self.waits_in_vain = self._find_vain_wait()
         if self._limit_s is not None and self.stall is None:
             self._look_for_stall(self._limit_s, sink)
         return self.has_found
@@ -131,7 +137,7 @@ class HangWatch:
             # Seen of all ranks twice: agents send their ranks' heartbeats at different times.
             if self._suspected != moved:
                 self._suspected, self._heard = moved, set()
-            elif self._heard == self._hosts.keys():
+            elif self._heard == self._hosts.keys() and self._excused != moved:
                 self.stall = stall
         elif self._warned != moved:
             self._warned = moved
@@ -143,22 +149,70 @@ class HangWatch:
         """Take note of a rank whose function has ended."""
         self._ended_s[rank] = time.monotonic()
 
-    def _find_vain_wait(self) -> int | None:
+    @property
+    def suspects_vain_wait(self) -> bool:
+        """Whether to look at the ranks that still run, of which none makes progress.
+
+        That is a while after another one's end, or after the limit.
+        """
         long_ago_s = time.monotonic() - EARLY_RETURN_S
-        ended = [
-            self._ranks[rank].heartbeat.seq
-            for rank, at_s in self._ended_s.items()
-            if at_s < long_ago_s and rank in self._ranks
-        ]
-        for rank in self._ranks.values() if ended else ():
-            has_begun_more = rank.heartbeat.seq > min(ended)
-            if rank.rank not in self._ended_s and has_begun_more and rank.silent_s > EARLY_RETURN_S:
-                return rank.rank
-        return None
+        has_ended = any(at_s < long_ago_s for at_s in self._ended_s.values())
+        limit_s = EARLY_RETURN_S if has_ended else self._limit_s
+        running = self._running()
+        return (
+            limit_s is not None
+            and bool(running)
+            and all(each.silent_s > limit_s for each in running)
+        )
+
+    def begin_look(self) -> None:
+        """Keep the stacks of an earlier look for comparison only."""
+        self._before, self._stacks = self._stacks, {}
+
+    @property
+    def may_wait_in_vain(self) -> bool:
+        """Whether a look found all ranks that still run in a collective."""
+        running = self._running()
+        found = [self._stacks[each.rank].text for each in running if each.rank in self._stacks]
+        return len(found) == len(running) > 0 and all(map(is_in_collective, found))
+
+    def judge_vain_wait(self) -> None:
+        """Compare two looks, and note the wait that they prove."""
+        running = [each.rank for each in self._running()]
+        if not (self.suspects_vain_wait and wait_in_vain(running, self._before, self._stacks)):
+            return
+        if self._ended_s:
+            self.waits_in_vain = min(running)
+        elif self._limit_s is not None:
+            ranks = tuple(self._ranks.values())
+            stall = find_stall(ranks, self._limit_s, from_start=self._from_start)
+            if stall is not None:  # all wait, so none is more behind than another
+                behind = (*stall.behind, *stall.ahead)
+                self.stall = replace(stall, behind=behind, ahead=(), is_hung=True)
+
+    def excuse(self) -> str:
+        """Let a gang live whose stacks explain its silence; say why, or nothing."""
+        debugged = [rank for rank, stack in self._stacks.items() if is_debugged(stack.text)]
+        if self.stall is None or not debugged:
+            return ""
+        self.stall = None
+        self._excused = tuple(each.heartbeat.moved_ns for _, each in sorted(self._ranks.items()))
+        return f"no progress, but rank {min(debugged)} is in a debugger: the gang is left alone"
+
+    @property
+    def stacks(self) -> tuple[RankStack, ...]:
+        """The stacks of the last look, by rank."""
+        return tuple(stack for _, stack in sorted(self._stacks.items()))
+
+    def _running(self) -> list[RankHeartbeat]:
+        """Return the ranks whose function hasn't ended; nothing before all were heard of."""
+        if len(self._ranks) < len(self._hosts):
+            return []
+        return [each for rank, each in self._ranks.items() if rank not in self._ended_s]
 
     def add_stack(self, stack: RankStack) -> None:
         """Take what a rank answered."""
-        self._stacks[stack.rank] = stack.text
+        self._stacks[stack.rank] = stack
 
     def lacks_stacks(self, asked_s: float) -> bool:
         """Whether to wait for more stacks; `asked_s` of `time.monotonic`."""
@@ -168,7 +222,20 @@ class HangWatch:
     def error(self, attempt: int) -> GangHungError:
         """Return the caller's error, with the stacks that came."""
         assert self.stall is not None
-        return GangHungError(describe(self.stall, self._hosts, self._stacks), attempt)
+        stacks = {rank: stack.text for rank, stack in self._stacks.items()}
+        return GangHungError(describe(missing_by(self.stall, stacks), self._hosts, stacks), attempt)
+
+
+def missing_by(stall: Stall, stacks: Mapping[int, str]) -> Stall:
+    """Return the stall with those behind that don't wait in a collective; as it is if all do.
+
+    Those that wait there are waiting for these, whatever they have counted.
+    """
+    missing = [each for each in stall.behind if not is_in_collective(stacks.get(each.rank, ""))]
+    if not missing:
+        return stall
+    waiting = tuple(each for each in stall.behind if each not in missing)
+    return replace(stall, behind=tuple(missing), ahead=(*stall.ahead, *waiting))
 
 
 def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> Hang:
@@ -185,7 +252,7 @@ def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) 
 def summarize(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> str:
     """Say it in one line."""
     behind = stall.behind
-    is_waiting = all(_is_in_collective(stacks, rank) for rank in behind)
+    is_waiting = all(is_in_collective(stacks.get(rank.rank, "")) for rank in behind)
     verb = "waits for a rank that does not come" if is_waiting else "did not arrive"
     text = ", ".join(
         f"rank {rank.rank} on {hosts[rank.rank]} {verb}: for {rank.silent_s:.0f} s it has been "
@@ -194,10 +261,11 @@ def summarize(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str])
     )
     if others := _others(stall, stacks):
         text += f", while {others}"
-    counted = sorted((*behind, *stall.ahead), key=lambda rank: rank.rank)
-    if is_waiting and len({rank.heartbeat.seq for rank in counted}) > 1:
-        begun = ", ".join(f"rank {rank.rank} {rank.heartbeat.seq}" for rank in counted)
-        text += f"; they have begun different numbers of collectives: {begun}"
+    if is_waiting:
+        text += (
+            "; nobody comes: they wait in different collectives, or a rank has left its loop. Make "
+            "the same calls on every rank, and stop all ranks together: ctx.request_stop(...)"
+        )
     for rank in behind:
         if rank.stopped:
             text += f"; {rank.stopped} of rank {rank.rank} is stopped (SIGSTOP)"
@@ -210,7 +278,9 @@ def _others(stall: Stall, stacks: Mapping[int, str]) -> str:
     for rank in stall.ahead:
         step = rank.heartbeat.step
         in_collective = "waiting in a collective" + (f" of step {step}" if step else "")
-        what = in_collective if _is_in_collective(stacks, rank) else _doing(rank, stacks)
+        what = (
+            in_collective if is_in_collective(stacks.get(rank.rank, "")) else _doing(rank, stacks)
+        )
         groups.setdefault(what, []).append(rank.rank)
     for rank in stall.returned:
         groups.setdefault("done with its function", []).append(rank.rank)
@@ -240,38 +310,17 @@ def _doing(rank: RankHeartbeat, stacks: Mapping[int, str]) -> str:
     return (what + _innermost_call(stacks.get(rank.rank, ""))).rstrip(",")
 
 
-_FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\S+) in (?P<function>.*)$')
 _NOT_THE_USERS = re.compile(
     r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<|"
     r"/prefect_torch_ddp/(rank|data|checkpoint|records|storage)/"
 )
 
 
-def _main_thread(stack: str) -> list[tuple[str, str, str]]:
-    """Return path, line and function of each call of the main thread, the innermost first."""
-    # faulthandler writes the main thread last.
-    *_, last = re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)
-    matches = map(_FRAME.match, last.splitlines())
-    return [(match["path"], match["line"], match["function"]) for match in matches if match]
-
-
 def _innermost_call(stack: str) -> str:
     """Return the user's innermost call as ` at train.py:34 in forward`; empty without a stack."""
-    calls = _main_thread(stack)
+    calls = main_thread(stack)
     if not calls:
         return ""
     users = (call for call in calls if not _NOT_THE_USERS.search(call[0]))
     path, line, function = next(users, calls[0])
     return f" at {path.rpartition('/')[2]}:{line} in {function}"
-
-
-def _is_in_collective(stacks: Mapping[int, str], rank: RankHeartbeat) -> bool:
-    """Whether the main thread waits in torch.distributed, or in a backward pass.
-
-    A backward pass ends with DDP's all-reduce.
-    """
-    innermost = _main_thread(stacks.get(rank.rank, ""))[:3]
-    return any(
-        "/torch/distributed/" in path or function == "_engine_run_backward"
-        for path, _, function in innermost
-    )

@@ -1,0 +1,72 @@
+"""What stacks prove: a rank waits in a collective, all wait in vain, one is in a debugger.
+
+A watch only suspects. Nobody is stopped or blamed by a count of collectives: torch counts other
+operations with them, and the number is up to a second old. Pure.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+from prefect_torch_ddp.protocol.events import RankStack
+
+BUSY_CPU_S = 0.1
+"""Processor time between two looks at a rank from which on it isn't idle."""
+
+Call = tuple[str, str, str]
+"""Path, line and function."""
+
+_FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\S+) in (?P<function>.*)$')
+_COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives)\.py$")
+_WAITING = frozenset(
+    [
+        "_engine_run_backward",  # a backward pass ends with DDP's all-reduce
+        "_distributed_broadcast_coalesced",
+        "_sync_params_and_buffers",
+        "_verify_param_shape_across_processes",
+    ]
+)
+"""Functions of torch outside of these modules that wait for other ranks."""
+_DEBUGGERS = re.compile(
+    r"/(bdb|pdb|ipdb|remote_pdb|web_pdb|debugpy|pydevd|_pydevd_bundle)(\.py$|/)"
+)
+
+
+def main_thread(stack: str) -> list[Call]:
+    """Return the calls of the main thread, the innermost first."""
+    # faulthandler writes the main thread last.
+    *_, last = re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)
+    matches = map(_FRAME.match, last.splitlines())
+    return [(match["path"], match["line"], match["function"]) for match in matches if match]
+
+
+def is_in_collective(stack: str) -> bool:
+    """Tell whether the main thread waits for other ranks: in a collective, or a backward pass."""
+    innermost = main_thread(stack)[:1]
+    return any(_COLLECTIVES.search(path) or name in _WAITING for path, _, name in innermost)
+
+
+def is_debugged(stack: str) -> bool:
+    """Tell whether a thread is held by a debugger, at a breakpoint or after one."""
+    matches = filter(None, map(_FRAME.match, stack.splitlines()))
+    return any(_DEBUGGERS.search(match["path"]) for match in matches)
+
+
+def wait_in_vain(
+    running: Collection[int], before: Mapping[int, RankStack], after: Mapping[int, RankStack]
+) -> bool:
+    """Tell whether all ranks that still run wait for each other, or for one that has ended.
+
+    Proven is that if two looks, some seconds apart, find each of them at the very same place in a
+    collective, without any use of a processor between. A rank that computes, sleeps, writes a
+    file, or waits for something else may end its wait and that of the others.
+    """
+    return bool(running) and all(
+        rank in before and rank in after and _is_still(before[rank], after[rank])
+        for rank in running
+    )
+
+
+def _is_still(before: RankStack, after: RankStack) -> bool:
+    is_same = main_thread(before.text) == main_thread(after.text)
+    is_idle = after.cpu_s - before.cpu_s < BUSY_CPU_S
+    return is_same and is_idle and is_in_collective(after.text)

@@ -1,0 +1,119 @@
+"""Programs that a watch may suspect, and must let live; and those that only stacks tell apart."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import GangHungError, run_gang
+from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
+from tests.support.waiting import wait_until
+from tests.workloads import hanging, patient
+
+pytestmark = pytest.mark.timeout(300)
+
+LONGER_THAN_A_LOOK_S = 12.0
+"""Ranks are looked at 3 s after a peer's end, 2 s later, and 8 s after that."""
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """Connect to a cluster of its own: three workers of one thread."""
+    with own_cluster(3) as (_, client):
+        yield client
+
+
+@pytest.mark.parametrize(
+    "how", ["sleeping", "computing", "holding the lock", "messages", "barrier"]
+)
+@pytest.mark.parametrize(
+    "seconds",
+    [LONGER_THAN_A_LOOK_S, pytest.param(60.0, marks=[pytest.mark.extended, pytest.mark.long])],
+)
+def test_rank_0_works_on_after_the_others_have_returned(
+    client: Client, how: str, seconds: float
+) -> None:
+    """A report, a picture, an upload: nobody waits for anybody, whatever was counted before."""
+    args = how, min(seconds, 30.0) if how == "holding the lock" else seconds
+    assert run_gang(client, patient.works_on, args=args, world_size=2) == [how] * 2
+
+
+@pytest.mark.parametrize("how", ["sleeping", "messages"])
+def test_rank_0_works_on_after_a_training_that_tracks(
+    client: Client, tmp_path: Path, how: str
+) -> None:
+    """The others wait for it at the training's end."""
+    call = hanging.config_in(tmp_path), patient.tracks_and_works_on, (how, LONGER_THAN_A_LOOK_S)
+    values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=5.0)
+    assert values == [4, 4]
+
+
+def test_a_rank_at_a_breakpoint_is_left_alone(client: Client, tmp_path: Path) -> None:
+    """Its peers wait in a collective for many times the limit."""
+    call = hanging.config_in(tmp_path), patient.breakpoint_in_a_step, (10.0,)
+    values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=1.0)
+    assert values == [2, 2]
+
+
+def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
+    client: Client, tmp_path: Path
+) -> None:
+    """All wait in collectives, which two looks prove: it doesn't take ten limits, and the way out
+    is named."""
+    call = hanging.config_in(tmp_path), patient.leaves_the_loop, ()
+    began_s = time.monotonic()
+    with pytest.raises(GangHungError, match=r"ctx.request_stop\(...\)") as caught:
+        run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=8.0)
+    assert time.monotonic() - began_s < 80.0, "not ten limits"
+    assert caught.value.ranks == (0, 1)
+
+
+def test_who_sleeps_is_blamed_and_not_who_has_sent_more(client: Client, tmp_path: Path) -> None:
+    """Torch counts messages along with collectives, on the ranks that exchange them."""
+    call = hanging.config_in(tmp_path), patient.messages_to_a_sleeper, ()
+    with pytest.raises(GangHungError, match=r"rank 0 on .* did not arrive") as caught:
+        run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=3, progress_timeout_s=4.0)
+    assert caught.value.ranks == (0,)
+
+
+SLEEPY = """
+import sys
+from pathlib import Path
+from distributed import Client, LocalCluster
+from prefect_torch_ddp import run_gang
+from tests.support.gangs import RUN_WITH_CONTEXT
+from tests.workloads import hanging, patient
+
+if __name__ == "__main__":
+    folder, seconds = sys.argv[1], float(sys.argv[2])
+    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+        call = hanging.config_in(Path(folder)), patient.steps_for, (seconds, folder)
+        run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=3.0)
+    print("ended well")
+"""
+
+
+@pytest.mark.parametrize(
+    "asleep_s", [9.0, pytest.param(120.0, marks=[pytest.mark.extended, pytest.mark.long])]
+)
+def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
+    """All processes are stopped for several limits and continued: no watch counts that time."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    command = [sys.executable, tmp_path / "sleepy.py", tmp_path, str(asleep_s + 8.0)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+        wait_until((tmp_path / "moves").exists)
+        everything = psutil.Process(caller.pid)
+        processes = [everything, *everything.children(recursive=True)]
+        for each in processes:
+            each.send_signal(signal.SIGSTOP)
+        time.sleep(asleep_s)  # it is what is tested
+        for each in processes:
+            each.send_signal(signal.SIGCONT)
+        said, _ = caller.communicate(timeout=120)
+    assert "ended well" in said

@@ -1,0 +1,117 @@
+"""Healthy programs that look to a watch as if they hung: each ends well if it is left alone."""
+
+import ctypes
+import os
+import pdb  # noqa: T100 - what is tested
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from tests.workloads.hanging import work
+
+
+def works_on(how: str, seconds: float) -> str:
+    """Communicate; then rank 0 is at something else for long, while the others have returned."""
+    _communicate(how)
+    if dist.get_rank() == 0:
+        _be_busy(how, seconds)
+    return how
+
+
+def _communicate(how: str) -> None:
+    dist.all_reduce(torch.ones(1))
+    rank, others = dist.get_rank(), range(1, dist.get_world_size())
+    if how == "messages":
+        for _ in range(3):
+            if rank:
+                dist.send(torch.ones(1), 0)
+            for other in () if rank else others:
+                dist.recv(torch.ones(1), other)
+    if how == "barrier":
+        dist.monitored_barrier()
+
+
+def _be_busy(how: str, seconds: float) -> None:
+    if how == "computing":
+        work(seconds)
+    elif how == "holding the lock":
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    else:
+        time.sleep(seconds)
+
+
+def tracks_and_works_on(ctx: RankContext, how: str, seconds: float) -> int:
+    """Do the same after a training that is tracked."""
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    ctx.track(model=model)
+    loader = ctx.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2)
+    for (x,) in ctx.steps(loader, epochs=1):
+        model(x).sum().backward()
+    works_on(how, seconds)
+    return ctx.step
+
+
+def breakpoint_in_a_step(ctx: RankContext, seconds: float) -> int:
+    """Rank 1 stops at a breakpoint in step 2, and a person continues it much later."""
+    loader = ctx.loader(TensorDataset(torch.ones(4)), global_batch_size=ctx.world_size)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == 1 and ctx.step == 2:
+            _wait_at_breakpoint(seconds)
+        dist.all_reduce(torch.ones(1))
+    return ctx.step
+
+
+def _wait_at_breakpoint(seconds: float) -> None:
+    reads, writes = os.pipe()
+    person = threading.Timer(seconds, os.write, (writes, b"continue\n"))
+    person.start()
+    with open(reads) as typed, open(os.devnull, "w") as shown:  # noqa: PTH123 - a descriptor
+        pdb.Pdb(stdin=typed, stdout=shown).set_trace()
+        person.join()
+    os.close(writes)
+
+
+def leaves_the_loop(ctx: RankContext) -> int:
+    """Rank 0 leaves the loop by itself, and a collective follows: nobody can go on."""
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    loader = ctx.loader(TensorDataset(torch.ones(32, 1)), global_batch_size=4)
+    for (x,) in ctx.steps(loader, epochs=1):
+        if ctx.rank == 0 and ctx.step == 3:
+            break
+        model(x).sum().backward()
+    dist.barrier()
+    return ctx.step
+
+
+def messages_to_a_sleeper(ctx: RankContext) -> int:
+    """Ranks 1 and 2 send rank 0 something in each step; it sleeps in the third for ever."""
+    loader = ctx.loader(TensorDataset(torch.ones(12)), global_batch_size=3)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == 0 and ctx.step == 3:
+            time.sleep(300.0)
+        for other in range(1, ctx.world_size):
+            if ctx.rank == other:
+                dist.send(torch.ones(1), 0)
+            elif ctx.rank == 0:
+                dist.recv(torch.ones(1), other)
+        dist.all_reduce(torch.ones(1))
+    return ctx.step
+
+
+def steps_for(ctx: RankContext, seconds: float, folder: str) -> int:
+    """Make steps for a while, and say in a file that they are under way."""
+    loader = ctx.loader(TensorDataset(torch.ones(4000)), global_batch_size=ctx.world_size)
+    ends_s = time.monotonic() + seconds
+    for _ in ctx.steps(loader, epochs=1):
+        stops = torch.tensor(float(time.monotonic() > ends_s))
+        dist.all_reduce(stops)
+        if ctx.step == 3 and ctx.rank == 0:
+            open(f"{folder}/moves", "x").close()  # noqa: PTH123
+        if stops:
+            break
+        time.sleep(0.05)
+    return ctx.step
