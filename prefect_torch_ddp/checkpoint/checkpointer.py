@@ -5,9 +5,10 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,19 @@ QUIET_S = 2.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class SaveCost:
+    """What one checkpoint cost, as rank 0 knows it from all ranks' reports."""
+
+    stall_s: float
+    """How long the step waited, on the rank where that was longest."""
+    cpu_s: float
+    """CPU time of the writing threads, on the host whose ranks took most: as if nothing else
+    could run there meanwhile."""
+    written_s: float
+    """From its begin until it is complete and superfluous ones are deleted."""
+
+
 class Checkpointer:
     """Writes checkpoints of a gang; every rank has one and saves at the same steps.
 
@@ -57,13 +71,24 @@ class Checkpointer:
         rank_store: KeyValueStore,
         committer: Committer,
         before_commit: Callable[[], None],
+        on_cost: Callable[[SaveCost | None], None] = lambda _: None,
     ) -> None:
-        """`before_commit` writes what a run resumed from the checkpoint must not have lost."""
+        """Make one.
+
+        Args:
+            rank: this one.
+            rank_store: of all ranks.
+            committer: used on rank 0.
+            before_commit: writes what a run resumed from the checkpoint must not have lost.
+            on_cost: on rank 0, takes in what each checkpoint cost, None for one that failed; a
+                thread calls it.
+        """
         self._rank = rank
         self._rank_store = rank_store
         self._committer = committer
         self._storage = committer.storage
         self._before_commit = before_commit
+        self._on_cost = on_cost
         self._staging = Staging()
         self._serializer = Serializer()
         self._thread: threading.Thread | None = None
@@ -110,7 +135,7 @@ class Checkpointer:
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(manifest, turn, staged, dict(objects)),
+            args=(manifest, turn, staged, dict(objects), time.monotonic() - self._began_s),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )
@@ -180,11 +205,17 @@ class Checkpointer:
         return share
 
     def _write_share(
-        self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]
+        self,
+        manifest: Manifest,
+        turn: int,
+        staged: dict[str, Any],
+        objects: Mapping[str, Any],
+        stall_s: float,
     ) -> None:
         written: list[dict[str, Any]] = []
         host, tracked = socket.gethostname(), list(objects)
-        report = {"host": host, "tracked": tracked, "objects": written, "error": None}
+        report: dict[str, Any] = {"host": host, "tracked": tracked, "objects": written}
+        report |= {"error": None, "stall_s": stall_s}
         try:
             self._staging.wait()
             for name, state in staged.items():
@@ -196,6 +227,7 @@ class Checkpointer:
             self._fail(manifest, error)
             report["error"] = str(error)
         try:
+            report["cpu_s"] = time.thread_time()  # the thread began with this save
             if self._rank == 0:
                 self._commit(manifest, turn, report)
             else:
@@ -235,8 +267,10 @@ class Checkpointer:
         objects = (ManifestObject(**item) for report in reports for item in report["objects"])
         is_notable = self._committer.last is None or bool(self.trouble)
         manifest = replace(manifest, objects=tuple(objects))
-        self._committer.commit(manifest)
+        self._committer.commit(manifest, is_last=bool(turn % 2))
         self.trouble = ""
+        own["cpu_s"] = time.thread_time()  # with the commit
+        self._on_cost(self._cost_of(reports))
         size_mb = sum(item.num_bytes for item in manifest.objects) / 1e6
         took_ms = (time.monotonic() - self._began_s) * 1000
         text = f"checkpoint at step {manifest.step} ({size_mb:,.1f} MB, {took_ms:,.0f} ms)"
@@ -244,9 +278,17 @@ class Checkpointer:
         logger.log(logging.INFO if is_notable else logging.DEBUG, text)
         self._unsaid = "" if is_notable else text
 
+    def _cost_of(self, reports: Sequence[Mapping[str, Any]]) -> SaveCost:
+        cpu_s: Counter[str] = Counter()
+        for report in reports:
+            cpu_s[report["host"]] += report["cpu_s"]
+        stall_s = max(report["stall_s"] for report in reports)
+        return SaveCost(stall_s, max(cpu_s.values()), time.monotonic() - self._began_s)
+
     def _fail(self, manifest: Manifest, error: Exception) -> None:
         self._failure = error
         self.trouble = str(error)
+        self._on_cost(None)
         self._committer.look_again()
         if not isinstance(error, SupersededError):
             text = "no checkpoint of step %d, the one before it stays the newest: %s"

@@ -6,7 +6,8 @@ damaged, or was written by a later version of this package.
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
@@ -33,17 +34,23 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.protocol import Storage
 
+KEPT_S = 30.0
+"""How long a checkpoint stays at least while the training runs, if the interval adapts: an
+evaluation that has found the newest one still has to start ranks and read it."""
+
 logger = logging.getLogger(__name__)
 
 
-def superfluous(manifests: Sequence[Manifest], policy: CheckpointParams) -> list[Manifest]:
-    """Return those that may be deleted, oldest first; the newest is never among them."""
+def superfluous(
+    manifests: Sequence[Manifest], policy: CheckpointParams, young: Container[int] = ()
+) -> list[Manifest]:
+    """Return those that may be deleted, oldest first; never the newest, nor steps in `young`."""
     by_step = sorted(manifests, key=lambda manifest: manifest.step)
     kept = {manifest.step for manifest in by_step[-policy.keep_last :]}
     if policy.best_metric is not None:
         order = ranked(by_step, policy.best_metric, policy.best_mode)
         kept |= {manifest.step for manifest in order[: policy.keep_best]}
-    return [manifest for manifest in by_step if manifest.step not in kept]
+    return [each for each in by_step if each.step not in kept and each.step not in young]
 
 
 class Committer:
@@ -64,11 +71,12 @@ class Committer:
         self._on_commit = on_commit
         self._known: dict[int, Manifest] | None = None  # the first commit lists them
         self._is_left: Callable[[str], bool] = lambda _: False
+        self._made_s: dict[int, float] = {}
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
 
-    def commit(self, manifest: Manifest) -> None:
-        """Put the checkpoint on record, and clean up.
+    def commit(self, manifest: Manifest, *, is_last: bool = False) -> None:
+        """Put the checkpoint on record, and clean up; `is_last`: none follows.
 
         Raises:
             SupersededError: a newer attempt has begun, perhaps right after this commit.
@@ -76,12 +84,23 @@ class Committer:
         self._refuse_superseded()
         self._put(manifest_key(self.run_id, manifest.step, self._attempt), manifest.as_bytes())
         self.last = manifest
+        self._made_s[manifest.step] = time.monotonic()
         if self._on_commit is not None:
             self._on_commit(manifest)
-        self.clean_up(manifest)
+        self.clean_up(manifest, is_last=is_last)
 
-    def clean_up(self, manifest: Manifest) -> None:
-        """Delete what the newest checkpoint made superfluous; warn where the storage fails."""
+    @property
+    def is_clean(self) -> bool:
+        """Whether this attempt has committed something and left nothing superfluous."""
+        if self.last is None or self._known is None:
+            return False
+        return not superfluous(list(self._known.values()), self.policy)
+
+    def clean_up(self, manifest: Manifest, *, is_last: bool = False) -> None:
+        """Delete what the newest checkpoint made superfluous; warn if the storage fails.
+
+        If the interval adapts, what is younger than `KEPT_S` stays until the last checkpoint.
+        """
         try:
             # Who claims an attempt after this check sees the commit and asks for nothing that is
             # deleted here. Who did so before may not have seen it, so it may be superseded.
@@ -92,7 +111,8 @@ class Committer:
             damaged = [known for step, known in self._known.items() if step > manifest.step]
             self._known[manifest.step] = manifest
             good = [known for step, known in self._known.items() if step <= manifest.step]
-            for old in [*damaged, *superfluous(good, self.policy)]:
+            young = set() if is_last else self._young()
+            for old in [*damaged, *superfluous(good, self.policy, young)]:
                 self._delete(old)
                 del self._known[old.step]
         except StorageError as error:
@@ -101,6 +121,14 @@ class Committer:
     def look_again(self) -> None:
         """List the checkpoints at the next commit: one failed, and may be there all the same."""
         self._known = None
+
+    def _young(self) -> set[int]:
+        """Return the steps of those that somebody may be about to read."""
+        if self.policy.every_s != "auto":
+            return set()
+        now_s = time.monotonic()
+        self._made_s = {step: at for step, at in self._made_s.items() if now_s - at < KEPT_S}
+        return set(self._made_s)
 
     def _refuse_superseded(self) -> None:
         refuse_superseded(self.storage, self.run_id, self._attempt)

@@ -112,6 +112,8 @@ class CheckpointCommitted:
     """Of all its objects."""
     value: float | None = None
     """Of the metric by which checkpoints are the best, where rank 0 had reported it."""
+    every_s: float | None = None
+    """How often one is due by time at present; None: never."""
 
 
 @dataclass(frozen=True)

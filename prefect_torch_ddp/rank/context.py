@@ -272,7 +272,7 @@ class RankContext:
         elif force:
             self._parts.tracker.save_outside()
         else:
-            self._parts.tracker.save_if(forced=False)
+            self._parts.tracker.save_if(self._parts.tracker.due())
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, this or the next; a resume adds none."""

@@ -139,7 +139,7 @@ def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
     """By its key the next call is the same training: it resumes on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
-        often, store = CheckpointParams(every_steps=3), str(tmp_path / "store")
+        often, store = CheckpointParams(every_s=None, every_steps=3), str(tmp_path / "store")
         train = ddp_task(world_size=2, seed=5, checkpoint=often, storage=store)
         training = train(retried_flow.fit).with_options(name="train", run_key="loss")
         stopping = pool.submit(_stop_worker_of_task_when_marked, cluster.address, tmp_path / "mark")

@@ -28,7 +28,7 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> N
         storage=str(tmp_path),
         world_size=world_size,
         seed=3,
-        checkpoint=CheckpointParams(every_steps=5),
+        checkpoint=CheckpointParams(every_s=None, every_steps=5),
     )
     killed = plain.model_copy(
         update={"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}

@@ -51,7 +51,7 @@ def fit(
 train = ddp_task(
     world_size=2,
     seed=5,
-    checkpoint=CheckpointParams(every_steps=3),
+    checkpoint=CheckpointParams(every_s=None, every_steps=3),
     storage=os.environ.get("RETRIED_STORE", "/nowhere"),
     run_key="night",
 )(fit)

@@ -153,13 +153,14 @@ class Reporter:
         if self._timing is not None:
             self._timing.record()
 
-    def committed(self, manifest: "Manifest") -> None:
-        """Tell the gang's caller of a checkpoint that is complete."""
+    def committed(self, manifest: "Manifest", every_s: float | None = None) -> None:
+        """Tell the gang's caller of a checkpoint that is complete, and how often one is due."""
         best = self._policy.best_metric
         value = manifest.metrics.get(best) if best is not None else None
         num_bytes = sum(item.num_bytes for item in manifest.objects)
         with suppress(OSError):  # the agent is gone, and with it the training
-            self._link.send(CheckpointCommitted(manifest.step, manifest.epoch, num_bytes, value))
+            at = manifest.step, manifest.epoch
+            self._link.send(CheckpointCommitted(*at, num_bytes, value, every_s))
 
     def flush(self) -> None:
         """Write the records of the steps that have ended; raises StorageError."""

@@ -34,6 +34,7 @@ from prefect_torch_ddp.rank.training.progress import (
 )
 from prefect_torch_ddp.rank.training.reporter import Reporter
 from prefect_torch_ddp.rank.training.same_data import refuse_different
+from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -195,16 +196,17 @@ class StepLoop:
         here, is_last = end_of(state.step), state.step >= (state.total_steps or 0)
         then = outside_after(state.step) if is_last else end_of(state.step + 1)
         stop = self._stops.reach(here, then, self._stop_wanted())
-        by_time = False
-        if self._saves is not None and stop is None:
-            want = Want.SAVE if self._tracker.is_due_by_time() else Want.NOTHING
-            save = self._saves.reach(here, then, want)
-            by_time = save is not None and save.point == here
         self._reporter.end_step()
-        is_wanted = state.save_wanted
+        asked = Reason.REQUEST if state.save_wanted else None
         state.leave_step(is_last=share.is_last)
         self._heed(stop)
-        self._tracker.save_if(forced=is_wanted or state.stop_agreed, by_time=by_time)
+        asked = Reason.STOP if state.stop_agreed else asked
+        if self._saves is not None and stop is None:
+            is_time = self._tracker.due(asked, by_clock=True) is Reason.TIME
+            save = self._saves.reach(here, then, Want.SAVE if is_time else Want.NOTHING)
+            if save is not None and save.point == here:
+                asked = asked or Reason.TIME
+        self._tracker.save_if(self._tracker.due(asked))
         return state.stop_agreed
 
     def _heed(self, stop: Outcome | None) -> None:

@@ -24,6 +24,7 @@ from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.training import tracked
 from prefect_torch_ddp.rank.training.progress import TrainingState, warn_of_missed_save
 from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
+from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,10 @@ class Tracker:
         self._rank_store: KeyValueStore | None = None
         self._restorer: Restorer | None = None
         run = (config.storage, config.run_id, config.attempt)
-        self._committer = Committer(*run, config.checkpoint, reporter.committed)
+        self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
+        self._committer = Committer(*run, config.checkpoint, self._committed)
         self._checkpointer: Checkpointer | None = None
         self._has_reserved = False
-        self._saved_at = time.monotonic()
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
@@ -112,23 +113,27 @@ class Tracker:
             restorer.release()
         self._has_resumed, self._state.passes_by = True, False
         self._state.position = self._state.position._replace(in_own_loop=False)
-        self._saved_at = time.monotonic()
+        self._clock.begin(time.monotonic())
 
-    def is_due_by_time(self) -> bool:
-        """Tell whether so many seconds have passed; rank 0's clock decides for all."""
-        every_s = self._config.checkpoint.every_s
-        if every_s is None or self._checkpointer is None or self._info.rank != 0:
-            return False
-        return time.monotonic() - self._saved_at >= every_s
+    def due(self, asked: Reason | None = None, *, by_clock: bool = False) -> Reason | None:
+        """Return why a checkpoint is due, or None.
 
-    def save_if(self, *, forced: bool, by_time: bool = False) -> None:
-        """Save if there is a reason, the same on all ranks, and this step isn't saved yet."""
+        Args:
+            asked: what the training or all ranks asked for.
+            by_clock: also by rank 0's clock, which the other ranks don't know.
+        """
+        if self._checkpointer is None or self._is_running_again:
+            return None
+        decides, is_writing = by_clock and self._info.rank == 0, self._checkpointer.is_writing
+        pace = self._clock.pace(is_writing=is_writing) if decides else None
+        return due(self._config.checkpoint, self._state, time.monotonic(), asked, pace)
+
+    def save_if(self, reason: Reason | None) -> None:
+        """Save for a reason, the same on all ranks."""
         if self._checkpointer is None or self._is_running_again:
             return
         self._checkpointer.raise_failure()
-        every_steps, step = self._config.checkpoint.every_steps, self._state.step
-        by_steps = every_steps is not None and step > 0 and step % every_steps == 0
-        if (forced or by_time or by_steps) and self._state.saved != self._state.checkpoint_number:
+        if reason is not None:
             self._save(self._checkpointer)
         elif not self._has_reserved:  # behind a step, which made the optimizer's state
             self._has_reserved = True
@@ -219,7 +224,8 @@ class Tracker:
                 restorer = Restorer.choose(own, config.attempt, config.resume_from, store)
             else:
                 restorer = Restorer.follow(own, config.resume_from, store)
-            self._checkpointer = Checkpointer(rank, store, self._committer, self._reporter.flush)
+            writes = self._committer, self._reporter.flush, self._clock.note
+            self._checkpointer = Checkpointer(rank, store, *writes)
             self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
             self._state.adopt(manifest, is_ours=restorer.is_ours, had_ended=restorer.had_ended)
@@ -249,7 +255,8 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = state.position._replace(in_own_loop=True)
-            self._saved_at, self._has_reserved = time.monotonic(), True
+            self._has_reserved = True
+            self._clock.begin(time.monotonic())
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
@@ -296,6 +303,10 @@ class Tracker:
                 record_end(config.storage, config.run_id, CheckpointId(number, attempt))
         if made is None:
             return str(number)
-        if self._committer.last is None:
-            self._committer.clean_up(made)
+        if not self._committer.is_clean:
+            self._committer.clean_up(made, is_last=True)
         return ""
+
+    def _committed(self, manifest: Manifest) -> None:
+        pace = self._clock.pace()
+        self._reporter.committed(manifest, None if pace is None else pace.every_s)

@@ -19,6 +19,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
+    CheckpointCommitted,
     FailureRecord,
     GangEvent,
     Progress,
@@ -102,6 +103,8 @@ class LiveReport:
             match event:
                 case Progress():
                     self._training.add(event, time.monotonic())
+                case CheckpointCommitted():
+                    self._training.checkpoint_every_s = event.every_s
                 case AttemptBegan():
                     self._training.begin_attempt(event)
                 case Waiting():

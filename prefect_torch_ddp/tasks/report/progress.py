@@ -27,6 +27,8 @@ class TrainingProgress:
     waiting: str = ""
     """What it waits for before its ranks start."""
     newest: Progress | None = None
+    checkpoint_every_s: float | None = None
+    """How often time makes a checkpoint due; None: never, or none was written yet."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of each: the mean over the ranks, as read from their records."""
     _seen: deque[tuple[float, int, int]] = field(default_factory=deque)

@@ -79,11 +79,12 @@ def _trouble(view: RunView) -> str:
 
 
 def _facts(view: RunView) -> str:
-    training = view.training
+    training, every_s = view.training, view.training.checkpoint_every_s
     facts = {
         "Run": code(view.record.run_id),
         "World size": f"{training.world_size} ranks" if training.world_size else "",
         "Attempt": str(training.attempt),
+        "Checkpoints": "" if every_s is None else f"every {duration(every_s)}",
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
         "Logs": code(view.logs),

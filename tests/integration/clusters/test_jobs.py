@@ -163,7 +163,7 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
         workload="tests.workloads.tiny",
         storage=str(tmp_path / "store"),
         options={"fault": fault},
-        checkpoint=CheckpointParams(every_steps=2),
+        checkpoint=CheckpointParams(every_s=None, every_steps=2),
         retry_delay_s=0,
         workers_timeout_s=120,
         cluster=example(site, tmp_path),

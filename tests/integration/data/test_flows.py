@@ -97,7 +97,7 @@ def test_shards_are_read_in_place_and_each_sample_once(
     common: dict[str, Any] = {
         "workload": "tests.workloads.data:Packed",
         "ledger": True,
-        "checkpoint": CheckpointParams(every_steps=4),
+        "checkpoint": CheckpointParams(every_s=None, every_steps=4),
     }
     fault = {"how": "SIGKILL", "step": 9, "rank": 1, "attempts": [1]}
     bucket = f"s3://{chain_s3_server.bucket}"

@@ -208,7 +208,7 @@ def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
     marks, events = tmp_path / "marks", list[GangEvent]()
     marks.mkdir()
     storage = DirectoryStorage(tmp_path / "store")
-    saves = CheckpointParams(every_steps=5)
+    saves = CheckpointParams(every_s=None, every_steps=5)
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(Host(name)) for name in ("head", "alpha", "beta", "switch")]
         head, *workers, switch = made

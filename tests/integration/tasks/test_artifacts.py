@@ -16,7 +16,7 @@ from prefect.context import TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
 from prefect_torch_ddp.results import TrainReport
 from prefect_torch_ddp.storage.formats import LEDGER, METRICS
 from prefect_torch_ddp.tasks.publish import publish
@@ -107,6 +107,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
                 live.receive(step(number % 40 + 1))
             assert shows("no step yet")
             live.receive(AttemptBegan(3, 1))
+            live.receive(CheckpointCommitted(20, 2, 10, every_s=12.0))
             live.receive(step(20))
         return str(run.id)
 
@@ -127,6 +128,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
     assert RUN in last[PAGE].data
     assert "| Attempt | 3 |" in last[PAGE].data
     assert "| World size | 1 ranks |" in last[PAGE].data
+    assert "| Checkpoints | every 12 s |" in last[PAGE].data
 
 
 def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_back(

@@ -381,7 +381,7 @@ def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
     made: Task[..., dict[str, Any]] = ddp_task(
         world_size=2,
         seed=5,
-        checkpoint=CheckpointParams(every_steps=3),
+        checkpoint=CheckpointParams(every_s=None, every_steps=3),
         storage=str(folder),
         **options,
     )(fit)
@@ -508,7 +508,7 @@ def test_latest_and_best_take_no_run_of_another_flow(
 ) -> None:
     """A task of the same name in another flow, with the same storage, is another experiment; so is
     the same task with another run_key."""
-    saves = CheckpointParams(every_steps=2)
+    saves = CheckpointParams(every_s=None, every_steps=2)
     fit: Any = ddp_task(name="fit", world_size=1, storage=str(tmp_path), checkpoint=saves)(
         weight_of_a_training
     )

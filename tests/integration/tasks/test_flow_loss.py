@@ -37,7 +37,7 @@ def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> Trai
         retries=1,
         retry_delay_s=0.1,
         stop_grace_s=3.0,  # a rank that pauses uses it up
-        checkpoint=CheckpointParams(every_steps=5),
+        checkpoint=CheckpointParams(every_s=None, every_steps=5),
         **more,
     )
 

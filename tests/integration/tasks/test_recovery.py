@@ -60,7 +60,7 @@ def params_of(store: Path, scheduler: str, **changes: Any) -> TrainParams:
         "retry_delay_s": 0.1,
         "max_restarts": 0,
         "cluster": ClusterParams(address=scheduler),
-        "checkpoint": CheckpointParams(every_steps=5),
+        "checkpoint": CheckpointParams(every_s=None, every_steps=5),
     }
     return TrainParams(**{**given, **changes})
 
@@ -241,7 +241,9 @@ def test_tonight_goes_on_with_yesterday(
     training with the weights of the best run and with nothing else of it."""
 
     def tonight(reference: str, **options: Any) -> TrainReport:
-        checkpoint = CheckpointParams(every_steps=5, best_metric="loss", best_mode="min")
+        checkpoint = CheckpointParams(
+            every_s=None, every_steps=5, best_metric="loss", best_mode="min"
+        )
         given = {"resume_from": reference, "options": options, "checkpoint": checkpoint}
         return train_flow(params(**given))
 

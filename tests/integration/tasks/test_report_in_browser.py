@@ -104,7 +104,7 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(
     api: str, page: Page, params: dict[str, Any], tmp_path: Path
 ) -> None:
     """Headline, curves, ranks and where the model is."""
-    workload, saves = "tests.workloads.tiny:Steered", CheckpointParams(every_steps=50)
+    workload, saves = "tests.workloads.tiny:Steered", CheckpointParams(every_s=None, every_steps=50)
 
     def train() -> None:
         with temporary_settings({PREFECT_API_URL: api}):

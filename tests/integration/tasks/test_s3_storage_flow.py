@@ -95,7 +95,7 @@ def test_a_run_begins_from_the_checkpoint_of_another_storage(
 ) -> None:
     """From the bucket of a block into a directory; the bucket stays as it was."""
     block, bucket = save_block("resumed", s3_server), s3_server.storage(FOLDER)
-    policy = CheckpointParams(every_steps=5, keep_last=9)
+    policy = CheckpointParams(every_s=None, every_steps=5, keep_last=9)
     given = {"workload": "tests.workloads.tiny", "cluster": shared}
     params = TrainParams(**given, seed=3, checkpoint=policy)
     first = train_flow(params.model_copy(update={"storage": block, "options": {"epochs": 1}}))

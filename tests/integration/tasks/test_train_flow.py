@@ -113,7 +113,7 @@ def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: 
             storage=str(tmp_path),
             cluster=ClusterParams(address=dask_cluster.scheduler_address),
             checkpoint=CheckpointParams(
-                every_steps=3, keep_last=20, best_metric="loss", best_mode="min"
+                every_s=None, every_steps=3, keep_last=20, best_metric="loss", best_mode="min"
             ),
             evaluate_on="best",
         )

@@ -29,6 +29,7 @@ def test_the_page_shows_where_the_training_is():
     shown = training((50, 0.0), (120, 10.0))
     shown.metrics[HOSTILE] = math.nan
     shown.begin_attempt(AttemptBegan(2, 3))
+    shown.checkpoint_every_s = 5.0
     for now_s, step in ((20.0, 100), (30.0, 170)):
         shown.add(Progress(step, 3, 400, total_epochs=10, num_samples=8 * step), now_s)
     given = {
@@ -45,6 +46,7 @@ def test_the_page_shows_where_the_training_is():
         ["Run", f"`{record.run_id}`"],
         ["World size", "3 ranks"],
         ["Attempt", "2"],
+        ["Checkpoints", "every 5.0 s"],
         ["Elapsed", "1 min 5 s"],
     ]
     assert ["lr", "2", "1 (step 1)", "2 (step 2)"] in metrics
