@@ -99,6 +99,8 @@ class Progress:
     total_epochs: int | None = None
     num_samples: int = 0
     """Samples that all ranks trained on in this attempt."""
+    may_continue: bool = False
+    """Whether the totals are those of a call of one epoch, which others may follow."""
 
 
 @dataclass(frozen=True)

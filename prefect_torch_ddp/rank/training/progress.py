@@ -120,6 +120,12 @@ class TrainingState:
         return self.ended_at == (self.checkpoint_number, self.saved)
 
     @property
+    def is_one_epoch(self) -> bool:
+        """Whether the last call of `steps` has one epoch, as in a loop over epochs around it."""
+        before = self.position.epoch - self.position.loop_epoch
+        return self.total_epochs is not None and self.total_epochs - before == 1
+
+    @property
     def all_steps(self) -> int | None:
         """How many steps the training made in all; None where running it again may add some.
 

@@ -228,8 +228,13 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        at = (state.record_step, state.epoch, state.total_steps, state.trouble())
-        self._link.send(Progress(*at, state.total_epochs, self._num_samples))
+        is_endless = state.total_steps == math.inf
+        total_steps, total_epochs = (
+            (None, None) if is_endless else (state.total_steps, state.total_epochs)
+        )
+        at = (state.record_step, state.epoch, total_steps, state.trouble())
+        of_all = (total_epochs, self._num_samples, state.is_one_epoch)
+        self._link.send(Progress(*at, *of_all))
 
     def _step_line(self, share: "BatchShare") -> StepLine:
         state = self._state

@@ -74,18 +74,27 @@ class TrainingProgress:
     @property
     def eta_s(self) -> float | None:
         """Seconds that the steps left will take; None where that can't be known."""
-        if self.newest is None or self.newest.total_steps is None or self.steps_per_s is None:
+        total_steps, _ = self._totals
+        if self.newest is None or total_steps is None or self.steps_per_s is None:
             return None
-        return max(0, self.newest.total_steps - self.newest.step) / self.steps_per_s
+        return max(0, total_steps - self.newest.step) / self.steps_per_s
 
     @property
     def percent(self) -> float:
         """How much of the training is done, 0 to 100; 0 where its length isn't known."""
         if self.status in ("finished", "trained"):
             return 100.0
-        if self.newest is None or not self.newest.total_steps:
+        total_steps, _ = self._totals
+        if self.newest is None or not total_steps:
             return 0.0
-        return min(100.0, 100 * self.newest.step / self.newest.total_steps)
+        return min(100.0, 100 * self.newest.step / total_steps)
+
+    @property
+    def _totals(self) -> tuple[int | None, int | None]:
+        """Steps and epochs of the whole training; None while they aren't known."""
+        if self.newest is None or self.newest.may_continue:
+            return None, None
+        return self.newest.total_steps, self.newest.total_epochs
 
     @property
     def trouble(self) -> str:
@@ -104,8 +113,9 @@ class TrainingProgress:
             waits = self.status == "training"
             return "no step yet" if waits else f"{self.status} before the first step"
         newest = self.newest
-        epochs = f"/{count(newest.total_epochs)}" if newest.total_epochs else ""
-        steps = f"/{count(newest.total_steps)}" if newest.total_steps else ""
+        total_steps, total_epochs = self._totals
+        epochs = f"/{count(total_epochs)}" if total_epochs else ""
+        steps = f"/{count(total_steps)}" if total_steps else ""
         position = f"epoch {count(newest.epoch)}{epochs} · step {count(newest.step)}{steps}"
         losses_first = sorted(self.metrics.items(), key=lambda each: "loss" not in each[0].lower())
         shown = losses_first[:MAX_LINE_METRICS]

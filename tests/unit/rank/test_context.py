@@ -256,6 +256,29 @@ def test_progress_and_each_complete_checkpoint_reach_the_link(tmp_path: Path) ->
     assert [decode_event(encode_event(each), 0) for each in committed] == committed
 
 
+@pytest.mark.parametrize(
+    ("epochs", "first", "last"),
+    [
+        pytest.param(1, (2, 1, True), (6, 3, True), id="one epoch a call"),
+        pytest.param(2, (4, 2, False), (12, 6, False), id="two epochs a call"),
+        pytest.param(math.inf, (None, None, False), (None, None, False), id="without end"),
+    ],
+)
+def test_a_call_of_one_epoch_may_continue(
+    tmp_path: Path, epochs: Any, first: tuple[Any, ...], last: tuple[Any, ...]
+) -> None:
+    """Its totals are those of the call: as in a loop over epochs, others may follow."""
+    link = Listener()
+    config = RankConfig("run", 1, "train", DirectoryStorage(tmp_path))
+    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
+        for number in range(1, 4):
+            for _ in steps_over(ctx, 2, epochs=epochs):
+                if epochs == math.inf and ctx.step == number:
+                    break
+    told = [(each.total_steps, each.total_epochs, each.may_continue) for each in link.of(Progress)]
+    assert (told[0], told[-1]) == (first, last)
+
+
 def test_learning_rates_and_throughput_are_measured_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

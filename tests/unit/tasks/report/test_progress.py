@@ -115,6 +115,16 @@ def test_the_progress_line_is_plain_and_says_how_it_ended(shown: TrainingProgres
     assert shown.line == line
 
 
+def test_a_call_of_one_epoch_has_no_totals_to_show():
+    """It may be one of many in a loop over epochs: nothing says 100 % all night."""
+    shown = training((120, 0.0))
+    shown.add(Progress(130, 3, 160, "", 3, 116 * 130, may_continue=True), 10.0)
+    line = "epoch 3 · step 130 · loss 0.1235 · accuracy 0.5 · 116 samples/s"
+    assert (shown.line, shown.percent, shown.eta_s) == (line, 0.0, None)
+    shown.status = "trained"
+    assert shown.percent == 100.0
+
+
 def test_speed_is_that_of_the_last_half_minute_and_begins_anew_at_a_restart():
     """A restart's pause isn't in it; without a known length there is no time left to tell."""
     steps = [(step, step / 10 if step < 1000 else 90 + step / 100) for step in range(1, 9000)]
