@@ -80,9 +80,9 @@ def leaves_the_loop(ctx: RankContext) -> int:
     model = ctx.wrap(torch.nn.Linear(1, 1))
     loader = ctx.loader(TensorDataset(torch.ones(32, 1)), global_batch_size=4)
     for (x,) in ctx.steps(loader, epochs=1):
+        model(x).sum().backward()
         if ctx.rank == 0 and ctx.step == 3:
             break
-        model(x).sum().backward()
     dist.barrier()
     return ctx.step
 
