@@ -30,6 +30,7 @@ from prefect_torch_ddp.checkpoint.serial import (
     has_buffers,
     state_of,
 )
+from prefect_torch_ddp.checkpoint.whole import refuse_sharded
 from prefect_torch_ddp.errors import (
     CheckpointError,
     InvalidParamsError,
@@ -141,10 +142,6 @@ class Checkpointer:
         )
         self._thread.start()
 
-    def reserve(self, objects: Mapping[str, Any], world_size: int) -> None:
-        """Have the memory that a first save copies to found beside the next steps."""
-        self._staging.reserve(self._share_of(objects, world_size).values())
-
     def has_changed(
         self, objects: Mapping[str, Any], world_size: int, restored: Manifest | None
     ) -> bool:
@@ -201,6 +198,7 @@ class Checkpointer:
         for i, (name, item) in enumerate(objects.items()):
             if (0 if has_buffers(item) else i % world_size) == self._rank:
                 share[name] = state_of(item)
+                refuse_sharded(name, share[name])
                 check_loadable(name, share[name])  # each time: it may hold other types by now
         return share
 

@@ -3,13 +3,11 @@
 Also the state of a rank's random generators: Python's, NumPy's, torch's and CUDA's.
 """
 
-import ctypes
 import io
 import mmap
 import random
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy, deepcopy
 from typing import Any, BinaryIO, cast
 
@@ -98,35 +96,9 @@ class Staging:
         self._idle: dict[_Layout, list[torch.Tensor]] = {}
         self._used: list[tuple[_Layout, torch.Tensor]] = []
         self._copied: list[torch.cuda.Event] = []
-        self._reserving: threading.Thread | None = None
-
-    def reserve(self, states: Iterable[Any]) -> None:
-        """Find memory for copies from the CPU in a thread: that takes longer than the copying."""
-        tensors: dict[_Place, torch.Tensor] = {}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if is_plain(tensor) and not tensor.is_cuda:  # for one, a thread opens the first GPU
-                tensors[_place_of(tensor)] = tensor
-            return tensor
-
-        def find() -> None:
-            for tensor in tensors.values():
-                buffer = self._buffer_for(tensor)
-                # The kernel finds memory for what is touched.
-                ctypes.memset(buffer.data_ptr(), 0, buffer.untyped_storage().nbytes())
-
-        for state in states:
-            map_tensors(state, note)
-
-        name = "prefect-torch-ddp-staging"
-        self._reserving = threading.Thread(target=find, name=name, daemon=True)
-        self._reserving.start()
 
     def begin(self) -> None:
         """Take all buffers back; those that the previous copy didn't need are freed."""
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
         self._idle = {}
         for layout, buffer in self._used:
             self._idle.setdefault(layout, []).append(buffer)
@@ -186,26 +158,69 @@ def has_buffers(item: Any) -> bool:
 
 
 def state_of(item: Any) -> Any:
-    """Return the state of an object; what a module holds in DDP is named as on one rank."""
+    """Return the state of an object; what a module holds in wrappers is named as without them."""
     state = item.state_dict()
-    for prefix in reversed(_ddp_prefixes(item)):
-        state = _renamed(state, f"{prefix}module.", prefix)
+    for prefix, inner in reversed(_wrappers(item)):
+        state = _renamed(state, f"{prefix}{inner}", prefix)
     return state
 
 
 def load_state(item: Any, state: Any) -> None:
-    """Load what `state_of` returned, on any number of ranks."""
-    for prefix in _ddp_prefixes(item):
-        state = _renamed(state, prefix, f"{prefix}module.")
+    """Load what `state_of` returned, on any number of ranks, compiled or not.
+
+    Raises:
+        ValueError: the state is another kind of optimizer's, or of one with other groups.
+    """
+    for prefix, inner in _wrappers(item):
+        state = _renamed(state, prefix, f"{prefix}{inner}")
+    before = _group_keys(item)
+    _refuse_other_groups(before, state)
     item.load_state_dict(state)
+    # What torch fills in for an older version's state is there again by now.
+    for i, (had, has) in enumerate(zip(before, _group_keys(item), strict=False)):
+        if lacking := sorted(had - has):
+            msg = (
+                f"it is another kind of optimizer's: group {i} has no {', '.join(lacking)}; make "
+                "the same kind as in the run that saved it, or track it under another name, which "
+                "starts it from the beginning"
+            )
+            raise ValueError(msg)
 
 
-def _ddp_prefixes(item: Any) -> list[str]:
-    """Return where a module holds others in DDP, such as in AveragedModel; outer ones first."""
+def _refuse_other_groups(own: list[set[str]], state: Any) -> None:
+    theirs = state.get("param_groups") if isinstance(state, dict) else None
+    if not own or not isinstance(theirs, list) or len(theirs) == len(own):
+        return
+    msg = (
+        f"it has {len(theirs)} parameter groups and the optimizer here {len(own)}: groups that "
+        "are added during the training have to be there before ctx.track. Make all of them at "
+        "the start, with lr=0 for those that come later, or track the optimizer under another "
+        "name, which starts it from the beginning"
+    )
+    raise ValueError(msg)
+
+
+def _group_keys(item: Any) -> list[set[str]]:
+    groups = getattr(item, "param_groups", None)
+    is_plain = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return [set(group) for group in groups] if groups and is_plain else []
+
+
+def _wrappers(item: Any) -> list[tuple[str, str]]:
+    """Return where a module holds others in DDP or compiled, such as in AveragedModel.
+
+    Each is the prefix of its names, and what the wrapper adds to it; outer ones first.
+    """
     if not isinstance(item, nn.Module):
         return []
-    named = item.named_modules(remove_duplicate=False)
-    return [f"{name}." for name, module in named if isinstance(module, DistributedDataParallel)]
+    found = []
+    for name, module in item.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        if isinstance(module, DistributedDataParallel):
+            found.append((prefix, "module."))
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile's
+            found.append((prefix, "_orig_mod."))
+    return found
 
 
 def _renamed(state: Any, old: str, new: str) -> Any:

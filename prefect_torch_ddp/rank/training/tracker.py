@@ -16,6 +16,7 @@ from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_sto
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import restore_generators
+from prefect_torch_ddp.checkpoint.whole import refuse_partial
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -64,12 +65,13 @@ class Tracker:
         self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
         self._committer = Committer(*run, config.checkpoint, self._committed)
         self._checkpointer: Checkpointer | None = None
-        self._has_reserved = False
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
         stage = self._config.stage
         tracked.check_trackable(objects, self._objects, stage, has_begun=self._has_begun)
+        for name, item in objects.items():
+            refuse_partial(name, item)
         with self._heartbeat.during(Phase.RESTORING):
             if self._restorer is None:
                 self._restorer = self._open()
@@ -135,10 +137,6 @@ class Tracker:
         self._checkpointer.raise_failure()
         if reason is not None:
             self._save(self._checkpointer)
-        elif not self._has_reserved:  # behind a step, which made the optimizer's state
-            self._has_reserved = True
-            with self._heartbeat.during(Phase.SAVING):  # a `state_dict` may take long
-                self._checkpointer.reserve(self._objects, self._info.world_size)
 
     def save_outside(self) -> None:
         """Save at once, outside of `steps`, under a number of its own where the step's is taken."""
@@ -255,7 +253,6 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = state.position._replace(in_own_loop=True)
-            self._has_reserved = True
             self._clock.begin(time.monotonic())
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()

@@ -1,0 +1,83 @@
+"""Whether an object's state is whole on one rank: of what is sharded, a checkpoint had a part.
+
+Each tracked object is written by one rank and restored on all of them. Sharded models come later;
+until then they are refused by name.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+_COLLECTIVE = {
+    "FullyShardedDataParallel": "torch.distributed.fsdp's FullyShardedDataParallel",
+    "ZeroRedundancyOptimizer": "torch.distributed.optim's ZeroRedundancyOptimizer",
+    "DeepSpeedEngine": "DeepSpeed's engine",
+}
+"""Classes whose state_dict is a collective, or one rank's part. Called on one rank, as a checkpoint
+does, it waits for ever or ends the process by SIGABRT."""
+WAY_OUT = (
+    "save it with torch.distributed.checkpoint into a folder that all ranks see, as docs/limits.md "
+    "shows, and track only what is whole on each rank"
+)
+
+
+def refuse_partial(name: str, item: Any) -> None:
+    """Refuse an object whose state is spread over ranks, by InvalidParamsError.
+
+    It asks for no `state_dict`, which may be a collective.
+    """
+    for kind in type(item).__mro__:
+        if kind.__name__ in _COLLECTIVE:
+            what = f"it is {_COLLECTIVE[kind.__name__]}, whose state is spread over the ranks"
+            msg = f"{name!r} can't be tracked: {what}; {WAY_OUT}"
+            raise InvalidParamsError(msg)
+    named: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(item, torch.nn.Module):
+        named = (
+            pair for pairs in (item.named_parameters(), item.named_buffers()) for pair in pairs
+        )
+    elif isinstance(item, torch.optim.Optimizer):
+        named = (
+            (f"a parameter of group {i}", parameter)
+            for i, group in enumerate(item.param_groups)
+            for parameter in group["params"]
+        )
+    _refuse_first(name, named)
+
+
+def refuse_sharded(name: str, state: Any) -> None:
+    """Refuse a state that holds a sharded tensor, by InvalidParamsError with its place."""
+    _refuse_first(name, _tensors(state, ""))
+
+
+def _refuse_first(name: str, named: Iterator[tuple[str, Any]]) -> None:
+    for place, tensor in named:
+        if num_ranks := _num_ranks(tensor):
+            what = f"{place or 'it'} is sharded over a mesh of {num_ranks} ranks"
+            why = f"{what}, and a checkpoint would hold only one rank's part of it"
+            msg = f"{name!r} can't be tracked: {why}; {WAY_OUT}"
+            raise InvalidParamsError(msg)
+
+
+def _num_ranks(value: Any) -> int:
+    """Return over how many ranks a tensor is spread; 0 for one that is here as a whole."""
+    if type(value).__name__ == "ShardedTensor":
+        return len(value.metadata().shards_metadata)
+    # DTensor, without loading torch.distributed.tensor. A mesh of one rank has all of it.
+    mesh = getattr(value, "device_mesh", None)
+    num = 0 if mesh is None or not hasattr(value, "placements") else int(mesh.size())
+    return num if num > 1 else 0
+
+
+def _tensors(state: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _tensors(value, f"{place}.{key}" if place else str(key))
+    elif isinstance(state, list | tuple):
+        for i, value in enumerate(state):
+            yield from _tensors(value, f"{place}[{i}]")
+    elif isinstance(state, torch.Tensor) or type(state).__name__ == "ShardedTensor":
+        yield place, state

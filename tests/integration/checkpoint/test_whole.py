@@ -1,0 +1,117 @@
+"""What is sharded over ranks is refused by name; and how to save it by hand all the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp.checkpoint.whole import refuse_partial, refuse_sharded
+from tests.support.ranks import config_for, run_ranks, train_on
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def sharded(world_size: int) -> nn.Module:
+    """Make a model whose parameters are spread over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    return model
+
+
+def track_sharded(ctx: RankContext, what: str) -> str:
+    """Track such a model, or its optimizer; return the error."""
+    model = sharded(ctx.world_size)
+    tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    try:
+        ctx.track(**{what: tracked[what]})
+    except InvalidParamsError as error:
+        return str(error)
+    return "it was tracked"
+
+
+@pytest.mark.parametrize(
+    ("what", "place"), [("model", "0.weight"), ("optimizer", "a parameter of group 0")]
+)
+def test_what_is_sharded_is_refused_when_it_is_tracked(
+    tmp_path: Path, what: str, place: str
+) -> None:
+    """By its name and the tensor's, with the way out; every rank says so."""
+    for said in train_on(2, config_for(tmp_path), track_sharded, what):
+        begin = f"{what!r} can't be tracked: {place} is sharded over a mesh of 2 ranks"
+        assert said.startswith(begin)
+        assert "torch.distributed.checkpoint" in said
+
+
+def state_of_a_holder() -> str:
+    """Return the error of a state in which a sharded model is deep inside."""
+    try:
+        refuse_sharded("holder", {"inner": [sharded(2).state_dict()], "step": 3})
+    except InvalidParamsError as error:
+        return str(error)
+    return "it was saved"
+
+
+def test_a_sharded_tensor_deep_in_a_state_is_refused_at_the_save() -> None:
+    """As of an object of one's own, which only its state_dict tells."""
+    (said, _) = run_ranks(state_of_a_holder, 2)
+    assert said.startswith("'holder' can't be tracked: inner[0].0.weight is sharded over a mesh")
+
+
+class FullyShardedDataParallel(nn.Linear):
+    """Named as torch's, whose state_dict is a collective."""
+
+
+def test_a_collective_state_dict_is_refused_before_it_is_called() -> None:
+    """Called on one rank, it would wait for ever."""
+    with pytest.raises(InvalidParamsError, match="whose state is spread over the ranks; save it"):
+        refuse_partial("model", FullyShardedDataParallel(1, 1))
+    refuse_partial("model", nn.Linear(1, 1))
+
+
+def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:
+    """Train a sharded model as docs/limits.md shows; return where it began, and its weights."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def state(step: int) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
+
+    step = 0
+    if saved := sorted(Path(folder).glob("step-*/.metadata")):  # written last
+        dcp.load(found := state(0), checkpoint_id=saved[-1].parent)
+        states = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(model, optimizer, **states)
+        step = int(found["step"])
+    begun = step
+    for step in range(begun + 1, num_steps + 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0:
+            dcp.save(state(step), checkpoint_id=f"{folder}/step-{step:08d}")
+    weights = [each.full_tensor().sum().item() for each in model.parameters()]
+    return begun, weights
+
+
+def test_a_sharded_model_can_be_saved_by_hand(tmp_path: Path) -> None:
+    """The recipe of docs/limits.md resumes to the undisturbed weights."""
+    (undisturbed, _) = run_ranks(save_by_hand, 2, str(tmp_path / "a"), 6)
+    run_ranks(save_by_hand, 2, str(tmp_path / "b"), 4)
+    (resumed, _) = run_ranks(save_by_hand, 2, str(tmp_path / "b"), 6)
+    assert (undisturbed[0], resumed[0]) == (0, 4)
+    assert resumed[1] == undisturbed[1]
