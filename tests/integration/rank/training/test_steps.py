@@ -187,6 +187,25 @@ def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path) -> None:
     assert 0 < min(kept) < 200
 
 
+def train_until_saved(ctx: RankContext, folder: str) -> int:
+    """Train until there is a checkpoint, at most for fifteen seconds; return the last step."""
+    ctx.track(counter=Tracked())
+    for _ in steps_over(ctx, NEVER * 2, size=2):
+        time.sleep(0.003)
+        if any(Path(folder).rglob("manifest.json")):
+            ctx.request_stop("there is a checkpoint")
+    return ctx.step
+
+
+def test_by_default_ranks_save_soon_without_being_asked(tmp_path: Path) -> None:
+    """After seconds, all at one step, and train on."""
+    config = replace(config_for(tmp_path), checkpoint=CheckpointParams())
+    steps = train_on(2, config, train_until_saved, str(tmp_path))
+    first, last = (manifest.step for manifest in list_manifests(config.storage, "run"))
+    assert 0 < first < last < NEVER
+    assert steps == [last, last]
+
+
 # By rank: the seconds after which it asks to stop, the step in which it does, its steps' seconds.
 NEVER = 5000
 CLOCKS = {
