@@ -1,8 +1,29 @@
 """The pages: tables name tests that exist, docs/api.md is current, what is linked is there."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
+from prefect_torch_ddp.data.dataset_manifest import DatasetFile, DatasetManifest
+from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.rank.training.progress import Position
+from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
+from prefect_torch_ddp.records.metrics import ROW
+from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
+from prefect_torch_ddp.records.timing import TimingLine
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    ClassScore,
+    DatasetReport,
+    FailedAttempt,
+    Goodput,
+    Report,
+    TrainingSummary,
+)
 from tests.api_page import PAGE, page
 
 ROOT = Path(__file__).parents[2]
@@ -55,3 +76,31 @@ def test_pages_are_short_and_links_and_paths_lead_somewhere() -> None:
             found = [folder / named for folder in (ROOT, ROOT / "prefect_torch_ddp")]
             assert any(map(Path.exists, found)), f"{path.name} names {named}"
         assert path not in pages or text.count("\n") <= 200, path.name
+
+
+STORED: dict[str, tuple[Any, ...]] = {
+    "Manifests": (Manifest, ManifestObject, Position),
+    "Failures": (FailureRecord,),
+    "Finished trainings": (TrainingSummary, CheckpointRef, FailedAttempt),
+    "Metrics": (ROW,),
+    "Timing": (TimingLine,),
+    "Ledger": (LoopLine, StepLine, EndLine),
+    "Run records": (RunRecord, AttemptRecord, DatasetReport, Report, ClassScore, Goodput),
+    "Datasets": (DatasetManifest, DatasetFile),
+}
+
+
+def _names(kind: Any) -> set[str]:
+    named = getattr(kind, "_fields", None) or getattr(kind, "names", None)
+    model = getattr(kind, "model_fields", None)
+    return set(named or model or (field.name for field in fields(kind)))
+
+
+@pytest.mark.parametrize("section", STORED)
+def test_each_field_of_a_stored_file_is_explained(section: str) -> None:
+    """docs/formats.md names it in the section of its file."""
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    here = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    said = set(re.findall(r"`(\w+)`", here))
+    assert here
+    assert set().union(*map(_names, STORED[section])) <= said
