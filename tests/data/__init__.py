@@ -1,0 +1,1 @@
+"""Stored files of released versions, kept for ever, and what made them."""
