@@ -1,5 +1,6 @@
-"""Storages: a directory, or a prefix of an S3 bucket, behind one small protocol.
+"""Storages: a directory, a prefix of an S3 bucket, or another package's, behind one base class.
 
-`protocol` says what a storage must do and how to add one; `locate` makes storages from strings.
-Only `errors` lies below: Prefect, Dask and torch are never imported here.
+`protocol` says what is asked of a storage; `locate` makes storages from strings. No other folder
+asks which class a storage has. Only `errors` lies below: Prefect, Dask and torch are never
+imported here.
 """

@@ -42,8 +42,8 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
     if uri != uri.strip():
         msg = "there are spaces around the storage's name; remove them"
         raise InvalidParamsError(msg)
-    scheme, colon, rest = uri.partition(":")
-    is_path = not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme)
+    scheme, _, rest = uri.partition(":")
+    is_path = _scheme_of(uri) is None
     if access and (is_path or scheme.lower() != "s3"):
         kind = f"{uri} is a folder" if is_path else f"{scheme}: isn't S3"
         msg = f"{kind}; {', '.join(access)} belong to an s3:// URI"
@@ -56,6 +56,12 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
         msg = f"{scheme}: names no known storage; {way_out}"
         raise InvalidParamsError(msg)
     return make(uri, **access)
+
+
+def is_of_a_package(uri: str) -> bool:
+    """Return whether an installed package names the URI's scheme, which other tools don't know."""
+    scheme = _scheme_of(uri)
+    return scheme is not None and scheme not in SCHEMES and bool(_named(scheme))
 
 
 def storage_at(place: "Storage | str | os.PathLike[str]") -> Storage:
@@ -75,10 +81,20 @@ def storage_at(place: "Storage | str | os.PathLike[str]") -> Storage:
     return storage_from_uri(uri)
 
 
+def _scheme_of(uri: str) -> str | None:
+    scheme, colon, _ = uri.partition(":")
+    is_scheme = colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme)
+    return scheme.lower() if is_scheme else None
+
+
+def _named(scheme: str) -> Mapping[str, EntryPoint]:
+    return {each.value: each for each in entry_points(group=GROUP, name=scheme)}
+
+
 def _maker_of(scheme: str) -> Callable[..., Storage] | None:
     if scheme in SCHEMES:
         return SCHEMES[scheme]
-    found = {each.value: each for each in entry_points(group=GROUP, name=scheme)}
+    found = _named(scheme)
     if len(found) > 1:
         msg = f"{scheme}: is named by several packages, {', '.join(found)}; uninstall all but one"
         raise InvalidParamsError(msg)

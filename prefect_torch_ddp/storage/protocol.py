@@ -71,13 +71,18 @@ class Readable(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret."""
+        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret.
+
+        With `/` and a folder after it, it is that folder's, as runs, datasets and models are named.
+        """
 
     @abstractmethod
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, concurrently where that helps; a failure is that part's value.
 
         Values come in the parts' order, each of exactly `num_bytes`. Threads may call it at once.
+        A call without parts loads what a storage needs for others: forks inherit that, and settings
+        that can't work show at once.
         """
 
     @abstractmethod

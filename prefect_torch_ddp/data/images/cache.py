@@ -73,6 +73,8 @@ class CachedReads(Readable):
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, those in the folder from there; a failure is that part's value."""
+        if not parts:
+            return self.storage.read_many(parts)
         folder = folder_of(str(self.folder / "v1"), self.storage.identity, self.max_bytes)
         if folder is None:
             return self.storage.read_many(parts)

@@ -97,7 +97,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         source, prefix = readable_at(
             uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
         )
-        _open_client(source)
+        source.read_many([])  # loads what it needs, which forks then inherit
         self._source, self._prefix = opened(source, prefix, cache, may_be_shards=index is None)
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
         super().__init__(where, transform=transform, target_transform=target_transform)
@@ -229,13 +229,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
                 self.root,
                 error,
             )
-
-
-def _open_client(source: Any) -> None:
-    """Have a storage load what it needs: forks inherit it, and wrong settings show at once."""
-    while (behind := getattr(source, "storage", None)) is not None:  # of a cache, of shards
-        source = behind
-    source.read_many([])
 
 
 def image_folder(

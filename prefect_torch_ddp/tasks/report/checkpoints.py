@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
 from prefect_torch_ddp.results import CheckpointRef, TrainReport
+from prefect_torch_ddp.storage.locate import is_of_a_package
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, size, text
 
@@ -78,9 +79,17 @@ def load_section(model_uris: Mapping[str, str]) -> str:
 
 
 def load_code(name: str, model_uri: str) -> str:
-    """Show the three lines that load a model; fsspec, which torch brings, opens any place."""
+    """Show the three lines that load a model.
+
+    By fsspec, which torch brings, or from a storage of another package, which fsspec can't open.
+    """
     module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
     if model_uri.endswith(".safetensors"):
         module, load = "safetensors.torch", "safetensors.torch.load(file.read())"
-    place = f"fsspec.open({model_uri!r}).open()"
-    return code_block(f"import fsspec, {module}\nfile = {place}\n{name}.load_state_dict({load})")
+    opener, place = "fsspec", f"fsspec.open({model_uri!r}).open()"
+    if is_of_a_package(model_uri):
+        folder, _, file = model_uri.rpartition("/")
+        opener = "io, prefect_torch_ddp"
+        data = f"prefect_torch_ddp.storage_from_uri({folder!r}).read({file!r})"
+        place = f"io.BytesIO({data})"
+    return code_block(f"import {opener}, {module}\nfile = {place}\n{name}.load_state_dict({load})")

@@ -10,7 +10,8 @@ from distributed import LocalCluster
 from safetensors.torch import load
 
 from prefect_torch_ddp import list_runs, storage_from_uri, train_flow
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, StorageBelow
+from prefect_torch_ddp.tasks.report.checkpoints import load_code
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.memory_storage import MemoryStorage, memory_server
 from tests.support.storage_conformance import StorageConformance
@@ -37,6 +38,25 @@ class TestMemoryStorage(StorageConformance):
         return lambda: MemoryStorage("127.0.0.1", port, f"storage-{next(numbers)}-{id(numbers)}")
 
 
+class TestAFolderOfIt(StorageConformance):
+    """A folder of a storage that has no answer of its own for what a folder is."""
+
+    num_examples = 20
+
+    @pytest.fixture
+    def make_storage(self, port: int) -> Callable[[], Storage]:
+        """Make folders of one storage."""
+        numbers = itertools.count()
+        storage = MemoryStorage("127.0.0.1", port, f"storage-{id(numbers)}")
+
+        def make() -> Storage:
+            found = storage.below("team").below(f"x{next(numbers)}/y")
+            assert isinstance(found, StorageBelow)
+            return found
+
+        return make
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package whose entry point names the scheme."""
@@ -60,6 +80,8 @@ def test_a_whole_flow_on_a_third_storage(port: int, dask_cluster: LocalCluster) 
     assert report.evaluation.num_samples
     assert report.checkpoint.uri.startswith(f"{uri}/runs/{report.run_id}/checkpoints/")
     assert report.model_uri is not None
-    model = storage_from_uri(uri).read(report.model_uri.removeprefix(f"{uri}/"))
-    torch.nn.Linear(2, 2).load_state_dict(load(model))
+    model = torch.nn.Linear(2, 2)
+    exec("\n".join(load_code("model", report.model_uri).splitlines()[1:-1]), {"model": model})
+    exported = load(storage_from_uri(uri).read(report.model_uri.removeprefix(f"{uri}/")))
+    assert torch.equal(model.weight, exported["weight"]), "the report's code loads the model"
     assert list_runs(storage_from_uri(uri))["run_id"].tolist() == [report.run_id]

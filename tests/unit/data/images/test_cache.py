@@ -18,7 +18,7 @@ import pytest
 from prefect_torch_ddp.data.images import cache
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import PackedObjects
-from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
+from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 from prefect_torch_ddp.storage.s3.storage import S3Storage
@@ -137,6 +137,19 @@ def test_two_sources_never_mix(tmp_path, monkeypatch):
     assert len(names | {plain, packed}) == 6
     keys = S3Storage("bucket", access_key_id="key", secret_access_key="secret")
     assert keys.identity == plain
+
+
+def test_a_read_of_nothing_is_the_storages(tmp_path):
+    """It loads what the storage needs, and makes no folder for a cache that nobody reads yet."""
+
+    class Refusing(DirectoryStorage):
+        def read_many(self, parts):
+            msg = "no such profile"
+            raise StorageError(msg)
+
+    with pytest.raises(StorageError, match="no such profile"):
+        CachedReads(Refusing(tmp_path), tmp_path / "cache").read_many([])
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_has_no_etag_is_not_kept(storage, cached):
