@@ -52,7 +52,7 @@ class Manifest:
     objects: tuple[ManifestObject, ...] = ()
     reports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What tells each metric's report from other ones: the checkpoint that was next, the step."""
-    sha256: str = field(default="", compare=False)
+    sha256: str = field(default="", compare=False, repr=False)
     """Of the manifest that was read, as it says itself; a field of no file."""
 
     @property

@@ -22,6 +22,7 @@ from prefect_torch_ddp.records.run_record import (
     write_record,
 )
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
+from prefect_torch_ddp.storage.formats import build_model
 from prefect_torch_ddp.storage.protocol import Storage
 
 MAX_CHARACTERS = 2_000
@@ -100,7 +101,7 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
         why = why if lacks else "it is no run of train_flow"
         msg = f"run {run_id} can't be evaluated from its record: {why}"
         raise InvalidParamsError(msg)
-    params = TrainParams(**{**given, "seed": record.seed})
+    params, _ = build_model(TrainParams, {**given, "seed": record.seed})
     return params, record.dataset.dataset_id, record.experiment
 
 

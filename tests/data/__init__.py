@@ -1,1 +1,1 @@
-"""Stored files of released versions, kept for ever, and what made them."""
+"""What released versions stored, kept for ever, and the workload that made it."""

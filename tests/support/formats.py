@@ -1,5 +1,6 @@
 """Stored files as another version of the package would write them."""
 
+import gzip
 import hashlib
 import json
 from typing import Any
@@ -20,6 +21,18 @@ def rewrite(storage: Storage, key: str, changes: dict[str, Any]) -> None:
         text = json.dumps(values, sort_keys=True)
         values["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     storage.write(key, json.dumps(values).encode())
+
+
+def rewrite_lines(
+    storage: Storage, key: str, changes: dict[str, Any], of_lines: dict[str, Any] | None = None
+) -> None:
+    """Change the head of a file of JSON lines, and perhaps each line after it."""
+    data = storage.read(key)
+    is_packed = key.endswith(".gz")
+    first, *lines = (gzip.decompress(data) if is_packed else data).splitlines()
+    changed = [{**json.loads(line), **(of_lines or {})} for line in lines]
+    text = "".join(f"{json.dumps(each)}\n" for each in ({**json.loads(first), **changes}, *changed))
+    storage.write(key, gzip.compress(text.encode()) if is_packed else text.encode())
 
 
 def head(kind: Format) -> bytes:
