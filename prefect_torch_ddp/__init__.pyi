@@ -1,9 +1,7 @@
 # The public names: what type checkers read, and what `__init__.py` opens when first used.
 from prefect_torch_ddp.data import CachedReads as CachedReads
-from prefect_torch_ddp.data import PackedObjects as PackedObjects
 from prefect_torch_ddp.data import S3ImageFolder as S3ImageFolder
 from prefect_torch_ddp.data import image_folder as image_folder
-from prefect_torch_ddp.data import pack_shards as pack_shards
 from prefect_torch_ddp.data import write_index as write_index
 from prefect_torch_ddp.errors import BadKeyError as BadKeyError
 from prefect_torch_ddp.errors import CheckpointError as CheckpointError

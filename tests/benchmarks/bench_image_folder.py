@@ -22,9 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
-from prefect_torch_ddp.data import PackedObjects, S3ImageFolder
+from prefect_torch_ddp.data import S3ImageFolder
 from prefect_torch_ddp.data.images.listing import write_index
-from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.data.lookahead import LookAhead
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import connect
@@ -43,7 +42,7 @@ from tests.benchmarks.image_servers import (
 pytestmark = pytest.mark.timeout(7200)
 ROUNDS = rounds(5)
 NUM_IMAGES = int(os.environ.get("PTD_BENCH_IMAGES", "1500"))
-NUM_WORKERS, BATCH, NUM_SHARDS = 2, 64, 8
+NUM_WORKERS, BATCH = 2, 64
 LOCAL = "ImageFolder, local disk"
 
 
@@ -54,12 +53,9 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make photos of about 35 kB and shards of them, in a folder as a bucket has it."""
+    """Make photos of about 35 kB, in a folder as a bucket has it."""
     bucket = tmp_path_factory.mktemp("served") / "bucket"
     write_photos(bucket / "images", NUM_IMAGES)
-    num_bytes = sum(path.stat().st_size + 2048 for path in (bucket / "images").rglob("*.jpg"))
-    shard_bytes = num_bytes // NUM_SHARDS
-    pack_shards(bucket / "images", bucket / "shards", shard_bytes=shard_bytes, shuffle_seed=0)
     return bucket
 
 
@@ -110,9 +106,6 @@ def test_epochs(server: Server, delay_s: float, served: Path, tmp_path: Path) ->
             LOCAL: lambda: ImageFolder(served / "images", to_tensor),
             "S3ImageFolder": ours,
             "S3ImageFolder, cache": lambda: ours(cache=tmp_path / "cache"),
-            "S3ImageFolder, shards": lambda: S3ImageFolder(
-                PackedObjects(storage("shards")), to_tensor
-            ),
         }
         seen: dict[str, list[list[float]]] = {name: [] for name in ways}
         for number in range(ROUNDS):

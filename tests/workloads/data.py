@@ -9,13 +9,9 @@ import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from torchvision.transforms.functional import pil_to_tensor
 
 from flows import cifar10
 from prefect_torch_ddp import RankContext, Report, image_folder, write_index
-from prefect_torch_ddp.data.images.folder import S3ImageFolder
-from prefect_torch_ddp.data.images.packed import PackedObjects
-from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from tests.workloads import descend, wait_for_checkpoint
 from tests.workloads.tiny import fail_if_told
@@ -72,28 +68,6 @@ def _images(ctx: RankContext) -> Dataset[Any]:
 def _to_tensor(image: Image.Image) -> torch.Tensor:
     small = np.asarray(image.resize((SIZE, SIZE)), dtype=np.float32)
     return torch.from_numpy(small / 255).flatten()
-
-
-class Packed:
-    """Packs the images into shards, which its ranks read in place: a directory's, or a bucket's."""
-
-    @staticmethod
-    def prepare(ctx: RankContext) -> None:
-        pack_shards(ctx.source, ctx.data, shard_bytes=30_000)
-
-    @staticmethod
-    def train(ctx: RankContext) -> dict[str, int]:
-        _train(ctx, _packed(ctx), 3, 6, 2)
-        return {"steps": ctx.step}
-
-    @staticmethod
-    def evaluate(ctx: RankContext) -> Report:
-        return _evaluate(ctx, _packed(ctx), 3)
-
-
-def _packed(ctx: RankContext) -> S3ImageFolder:
-    objects = PackedObjects(ctx.data_storage)
-    return S3ImageFolder(objects, lambda image: pil_to_tensor(image)[:, 0, 0] / 255)
 
 
 class KilledCifar10:

@@ -10,8 +10,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset
 
 from prefect_torch_ddp.data.images.listing import EXTENSIONS, index_images, list_dataset, read_index
-from prefect_torch_ddp.data.images.location import Location, opened, readable_at
-from prefect_torch_ddp.data.images.packed import INDEX_NAME
+from prefect_torch_ddp.data.images.location import Location, readable_at, through_cache
 from prefect_torch_ddp.data.lookahead import ReadAhead
 from prefect_torch_ddp.errors import (
     CorruptImageError,
@@ -98,7 +97,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
         )
         source.read_many([])  # loads what it needs, which forks then inherit
-        self._source, self._prefix = opened(source, prefix, cache, may_be_shards=index is None)
+        self._source, self._prefix = through_cache(source, cache), prefix
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
         super().__init__(where, transform=transform, target_transform=target_transform)
         listed = (
@@ -247,7 +246,7 @@ def image_folder(
         target_transform: of a class number.
         storage: what to read from; then `uri` is a path in it.
         **options: of S3ImageFolder. A local folder needs no `index` and no `cache`; with
-            on_error="skip", with shards in it, or as the root of a storage, S3ImageFolder reads it.
+            on_error="skip", or as the root of a storage, S3ImageFolder reads it.
 
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
@@ -257,7 +256,7 @@ def image_folder(
     source, prefix = readable_at(uri, storage, **access)
     folder = source.local_folder and source.local_folder / prefix
     # Unfinished files of a storage would be a class to torchvision.
-    is_ours = folder is None or any((folder / n).exists() for n in (INDEX_NAME, RESERVED_PART))
+    is_ours = folder is None or (folder / RESERVED_PART).exists()
     if is_ours or options.get("on_error", "raise") != "raise":
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
     theirs = {"loader", "is_valid_file", "allow_empty"}

@@ -1,17 +1,15 @@
 """The location of a dataset: the storage that it is read from, and the folder in it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable
 
 Location: TypeAlias = str | Path | Readable
-"""A path, an s3:// URI, or what reads: a storage, a cache, shards."""
+"""A path, an s3:// URI, or what reads: a storage, or a cache."""
 
 
 def readable_at(
@@ -39,31 +37,21 @@ def readable_at(
     raise InvalidParamsError(msg)
 
 
-def opened(
-    source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool
-) -> tuple[Readable, str]:
-    """Return what reads a dataset's images: out of shards, through a cache, or directly.
+def through_cache(source: Readable, cache: str | Path | None) -> Readable:
+    """Return what reads a dataset's images: through a cache, or directly.
 
     Raises:
         InvalidParamsError: there are two caches.
-        StorageError: the index of the shards is damaged, or nobody can look for it.
     """
-    inner = source
+    if cache is None:
+        return source
     if isinstance(source, CachedReads):
-        if cache is not None:
-            msg = (
-                f"{source.uri} is read through the cache {source.folder} already; "
-                f"leave out cache={str(cache)!r}"
-            )
-            raise InvalidParamsError(msg)
-        inner = source.storage
-    looks_for_shards = may_be_shards and not isinstance(inner, PackedObjects)
-    packed = packed_objects(inner, prefix) if looks_for_shards else None
-    if packed is not None:
-        # Behind the cache, which keeps what has an ETag: samples have, ranges of shards don't.
-        source = replace(source, storage=packed) if isinstance(source, CachedReads) else packed
-        prefix = ""
-    return source if cache is None else CachedReads(source, Path(cache)), prefix
+        msg = (
+            f"{source.uri} is read through the cache {source.folder} already; "
+            f"leave out cache={str(cache)!r}"
+        )
+        raise InvalidParamsError(msg)
+    return CachedReads(source, Path(cache))
 
 
 def _checked(found: object) -> Readable:

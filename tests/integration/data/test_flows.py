@@ -1,24 +1,19 @@
 """Flows over images: a bucket or a folder, as they are or packed, give one result."""
 
-from collections import Counter
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from prefect_torch_ddp import (
-    CheckpointParams,
     ClusterParams,
     TrainParams,
     read_ledger,
     train_flow,
 )
 from prefect_torch_ddp.blocks import fingerprint_of, resolve_source
-from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
-from tests.integration.data.image_files import image_files, write_folder, write_objects
 from tests.integration.tasks.test_s3_storage_flow import all_that_was_recorded
 from tests.support.blocks import save_block
 from tests.support.runs import flow_run_id_of, logs_of
@@ -86,38 +81,3 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     assert dataset_now() == on_bucket.dataset.dataset_id
     bucket.delete("red/001.png")
     assert dataset_now() != on_bucket.dataset.dataset_id
-
-
-def test_shards_are_read_in_place_and_each_sample_once(
-    chain_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a bucket, with a rank killed at step 9, the ledger is clean and the weights are those
-    of a directory's run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    common: dict[str, Any] = {
-        "workload": "tests.workloads.data:Packed",
-        "ledger": True,
-        "checkpoint": CheckpointParams(every_s=None, every_steps=4),
-    }
-    fault = {"how": "SIGKILL", "step": 9, "rank": 1, "attempts": [1]}
-    bucket = f"s3://{chain_s3_server.bucket}"
-    write_objects(chain_s3_server.storage("raw"), image_files(40))
-    write_folder(tmp_path / "raw", image_files(40))
-    in_bucket = {"source": f"{bucket}/raw", "storage": f"{bucket}/runs"}
-    in_folder = {"source": str(tmp_path / "raw"), "storage": str(tmp_path / "store")}
-    with local_cluster(n_workers=2) as cluster:
-        common["cluster"] = ClusterParams(address=cluster.scheduler_address)
-        killed = train_flow(TrainParams(**in_bucket, options={"fault": fault}, **common))
-        plain = train_flow(TrainParams(**in_folder, **common))
-    per_class = Counter(name.partition("/")[0] for name in image_files(40))
-    for report in (killed, plain):
-        assert report.ledger is not None
-        assert report.ledger.is_clean, str(report.ledger)
-        assert [epoch.num_samples for epoch in report.epochs] == [40, 40]
-        assert {score.name: score.support for score in report.evaluation.classes} == per_class
-        assert report.dataset.num_files > 2
-    assert killed.training.attempt == 2
-    assert killed.training.resumed_from_step in (4, 8)
-    model = chain_s3_server.storage("").read(str(killed.model_uri).removeprefix(f"{bucket}/"))
-    assert model == Path(str(plain.model_uri)).read_bytes()
-    assert not (tmp_path / "cache/prefect-torch-ddp/datasets").exists(), "a rank copied the dataset"

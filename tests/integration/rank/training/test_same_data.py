@@ -18,7 +18,7 @@ CASES: dict[str, tuple[Callable[[RankContext], tuple[Any, int]], str | None]] = 
             ctx.loader(Subset(WHOLE, range(ctx.rank, 64, 3)), global_batch_size=9, drop_last=True),
             1,
         ),
-        "ranks were given different datasets: rank R has 2",
+        "ranks were given different datasets: ",
     ),
     "cut by rank evenly": (
         lambda ctx: (ctx.loader(Subset(WHOLE, range(ctx.rank, 63, 3)), global_batch_size=9), 1),

@@ -17,7 +17,6 @@ import pytest
 
 from prefect_torch_ddp.data.images import cache
 from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
@@ -133,8 +132,7 @@ def test_two_sources_never_mix(tmp_path, monkeypatch):
     names = {place.identity for place in places}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:9000")
     plain = S3Storage("bucket").identity
-    packed = PackedObjects(S3Storage("bucket"), "a/").identity
-    assert len(names | {plain, packed}) == 6
+    assert len(names | {plain}) == 5
     keys = S3Storage("bucket", access_key_id="key", secret_access_key="secret")
     assert keys.identity == plain
 

@@ -9,7 +9,7 @@ import torch
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp.data import S3ImageFolder, image_folder, pack_shards, write_index
+from prefect_torch_ddp.data import S3ImageFolder, image_folder, write_index
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import (
@@ -82,8 +82,8 @@ def test_an_index_takes_the_place_of_the_listing(tmp_path):
 
 
 def test_image_folder_takes_torchvisions_own_for_a_path(tmp_path):
-    """A str, a Path, a storage, a folder in it; to skip, or for shards, a folder is read by ours,
-    and so is one with a storage's unfinished files, a class to torchvision."""
+    """A str, a Path, a storage, a folder in it; to skip, a folder is read by ours, and so is
+    one with a storage's unfinished files, a class to torchvision."""
     folder = write_folder(tmp_path / "images", image_files(9))
     theirs = ImageFolder(str(folder))
     for place, options in [
@@ -99,12 +99,10 @@ def test_image_folder_takes_torchvisions_own_for_a_path(tmp_path):
         image_folder(folder, colour=1)
     skipping = image_folder(folder, colour_of, on_error="skip")
     assert skipping.samples == theirs.samples
-    pack_shards(folder, tmp_path / "shards")
     *_, another = image_files(10).values()
     DirectoryStorage(folder).write("cat/new.png", another)
     assert (folder / ".tmp").is_dir()
-    places = (tmp_path / "shards", str(tmp_path / "shards"), DirectoryStorage(folder))
-    for ours in (skipping, *(image_folder(place, colour_of) for place in places)):
+    for ours in (skipping, image_folder(DirectoryStorage(folder), colour_of)):
         assert type(ours) is S3ImageFolder
         assert ours.class_to_idx == theirs.class_to_idx
         assert set(dataset) <= set(ours)

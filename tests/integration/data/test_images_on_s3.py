@@ -1,10 +1,9 @@
-"""Shards and the cache under a dataset in a real S3: the samples, labels and global batches of
-a local folder, for any ranks."""
+"""A dataset in a real S3, with and without the cache: the samples, labels and global batches of a
+local folder, for any ranks."""
 
 import pickle
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,16 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import (
     CachedReads,
     LookAhead,
-    PackedObjects,
     S3ImageFolder,
     image_folder,
-    pack_shards,
 )
-from prefect_torch_ddp.errors import ObjectChangedError, StorageError
+from prefect_torch_ddp.errors import ObjectChangedError
 from tests.integration.data.image_files import (
     global_batches,
     image_files,
@@ -50,26 +46,16 @@ def raw(s3_server):
     return storage
 
 
-@pytest.fixture(scope="module")
-def shards(raw, s3_server):
-    """Give them packed into several shards in the bucket."""
-    storage = s3_server.storage("shards")
-    pack_shards(raw, storage, shard_bytes=30_000, shuffle_seed=1)
-    assert sum(found.key.endswith(".tar") for found in storage.list()) > 2
-    return storage
-
-
-@pytest.mark.parametrize("kind", ["bucket", "shards", "cache", "cached shards"])
-def test_it_is_torchvisions_image_folder(raw, shards, folder, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["bucket", "cache"])
+def test_it_is_torchvisions_image_folder(raw, folder, tmp_path, kind):
     """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled and
     read again. On 3 ranks, with 2 forked loader processes each: every sample once, in the global
     batches of the local folder."""
     local = ImageFolder(folder, pil_to_tensor)
-    source = shards if "shards" in kind else raw
-    cache = tmp_path / "cache" if "cache" in kind else None
-    dataset = image_folder(source, pil_to_tensor, cache=cache)
+    cache = tmp_path / "cache" if kind == "cache" else None
+    dataset = image_folder(raw, pil_to_tensor, cache=cache)
     assert type(dataset) is S3ImageFolder
-    assert source.uri in repr(dataset)
+    assert raw.uri in repr(dataset)
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
         known = one.classes, one.class_to_idx, one.targets
         assert known == (local.classes, local.class_to_idx, local.targets)
@@ -152,66 +138,19 @@ def test_a_changed_object_is_not_read_from_the_cache(s3_server, tmp_path):
 
 
 def test_on_ceph(ceph_server, folder, tmp_path):
-    """Each sample once, in the global batches of the local folder, from shards and a cache; who
-    opened shards that were packed anew gets an error, never another image."""
+    """Each sample once, in the global batches of the local folder, with a cache too."""
     check_changes(ceph_server.storage(), tmp_path)
-    raw, shards = ceph_server.storage(), ceph_server.storage()
+    raw = ceph_server.storage()
     write_objects(raw, FILES)
-    pack_shards(raw, shards, shard_bytes=30_000, shuffle_seed=1)
     expected = global_batches(ImageFolder(folder, pil_to_tensor), 1)
     for options in ({}, {"cache": tmp_path / "cache"}):
-        dataset = image_folder(shards, pil_to_tensor, **options)
+        dataset = image_folder(raw, pil_to_tensor, **options)
         got = global_batches(dataset, 2, num_workers=2, multiprocessing_context="fork")
         assert got == expected
-    old = S3ImageFolder(PackedObjects(shards), pil_to_tensor)
-    before = [image for image, _ in old.__getitems__(range(NUM_IMAGES))]
-    pack_shards(raw, shards, shard_bytes=30_000, shuffle_seed=2)
-    with pytest.raises(ObjectChangedError, match=r"shard-00000\d\.tar"):
-        old.__getitems__(range(NUM_IMAGES))
-    new = S3ImageFolder(PackedObjects(shards), pil_to_tensor)
-    after = [image for image, _ in new.__getitems__(range(NUM_IMAGES))]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-def drain(loader):
-    """Go through all batches; an error leaves no loader process behind, though it holds the
-    frames."""
-    batches = iter(loader)
-    try:
-        for _ in batches:
-            pass
-    finally:
-        batches._shutdown_workers()
-
-
-def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server, raw):
-    """Out of a forked loader process as well; it is never another image, and never a wrong
-    label."""
-    storage, name = s3_server.storage(), sorted(FILES)[7]
-    packed = pack_shards(raw, storage)
-    data = bytearray(storage.read("shard-000000.tar"))
-    data[packed.index.find(name).start + 5] ^= 1
-    storage.write("shard-000000.tar", data)
-    dataset = S3ImageFolder(PackedObjects(storage), pil_to_tensor)
-    with pytest.raises(StorageError, match=rf"{name} in s3://.*shard-000000\.tar"):
-        drain(DataLoader(dataset, batch_size=4, num_workers=1))
 
 
 PAGE = (Path(__file__).parents[3] / "docs/images.md").read_text(encoding="utf-8")
-WORKLOAD, CACHE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-
-
-def test_the_workload_of_the_docs_packs_and_trains(folder, tmp_path):
-    """Its prepare packs a folder, its train reads the shards in place."""
-    module = ModuleType("my_shards")
-    exec(WORKLOAD, module.__dict__)
-    (tmp_path / "data").mkdir()
-    with RankContext.local(tmp_path / "data", source=folder, stage="prepare") as ctx:
-        module.prepare(ctx)
-    packed = sorted(path.name for path in (tmp_path / "data").iterdir())
-    assert packed == ["shard-000000.tar", "shards.jsonl.gz"]
-    with RankContext.local(tmp_path / "data") as ctx:
-        assert module.train(ctx) == {"steps": 16}
+(CACHE,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_the_cache_of_the_docs(chain_s3_server, tmp_path):
