@@ -1,7 +1,7 @@
 """How a rank reads its share of the data: torch's DataLoader over the exact order."""
 
 import logging
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias, TypeGuard, cast, get_args
@@ -132,19 +132,22 @@ class RankLoader:
         """Describes the order that the global batches are cut from; equal words, equal orders."""
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)
-        self._generator = torch.Generator(device="cpu")
-        self._loader: DataLoader[Any] = DataLoader(
-            fetched,
-            batch_sampler=cast("Any", self._sampler),
-            generator=self._generator,
-            **dataloader_kwargs,
-        )
         is_alone = world_size == 1 and not self._shares.is_virtual
         self._keeps_nones = none_samples == "keep"
         self._refuses_nones = not (is_alone or self._keeps_nones)
-        self._loader.collate_fn = TaggedCollate(
-            collate, self._refuses_nones, has_workers=self._loader.num_workers > 0
+        self._generator = torch.Generator(device="cpu")
+        self._loader = self._make_loader(fetched, collate, dataloader_kwargs)
+
+    def _make_loader(
+        self, fetched: Dataset[Any], collate: Callable[[Any], Any], options: Mapping[str, Any]
+    ) -> DataLoader[Any]:
+        batches = cast("Any", self._sampler)
+        loader: DataLoader[Any] = DataLoader(
+            fetched, batch_sampler=batches, generator=self._generator, **options
         )
+        refuses, has_workers = self._refuses_nones, loader.num_workers > 0
+        loader.collate_fn = TaggedCollate(collate, refuses, has_workers=has_workers)
+        return loader
 
     @cached_property
     def traits(self) -> dict[str, list[Trait]]:

@@ -28,7 +28,8 @@ def preload_of(code: Callable[..., Any] | str, named: Sequence[str] | None = Non
         InvalidParamsError: one that is named is the user's own module.
     """
     is_script = isinstance(code, str) and code.endswith(".py")
-    folders = [*([str(Path(code).parent)] if is_script else ()), *sys.path]  # type: ignore[arg-type]
+    beside = [str(Path(str(code)).parent)] if is_script else []
+    folders = [*beside, *sys.path]
     shadowed = tuple(name for name in SAFE_LIBRARIES if _is_the_users(name, folders))
     if named is None:
         found = dict.fromkeys(_first_imports(code))

@@ -17,7 +17,7 @@ from prefect_torch_ddp import (
     run_gang,
 )
 from prefect_torch_ddp.gang import run as launch
-from prefect_torch_ddp.gang.caller import root_cause
+from prefect_torch_ddp.gang.caller.verdict import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
 from tests.support.waiting import HANG_S, wait_until
