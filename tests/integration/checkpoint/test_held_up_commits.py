@@ -36,8 +36,8 @@ pytestmark = pytest.mark.extended
 
 LAST_OF_OLDER = 5
 LAST = 6
-KEEP_TWO = CheckpointParams(keep_last=2)
-KEEP_ALL = CheckpointParams(keep_last=99)
+KEEP_TWO = CheckpointParams(every_s=None, keep_last=2)
+KEEP_ALL = CheckpointParams(every_s=None, keep_last=99)
 
 
 class HeldUpStorage(WatchedStorage):
@@ -145,7 +145,7 @@ def test_at_each_request(tmp_path: Path, how: str) -> None:
         assert request in held_up_at
 
 
-@pytest.mark.parametrize("retention", [CheckpointParams(keep_last=1), KEEP_ALL])
+@pytest.mark.parametrize("retention", [CheckpointParams(every_s=None, keep_last=1), KEEP_ALL])
 def test_an_attempt_that_is_held_up_while_it_resumes_ends(
     tmp_path: Path, retention: CheckpointParams
 ) -> None:

@@ -14,6 +14,7 @@ from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.formats import FINISHED
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     newest_run,
@@ -83,6 +84,7 @@ def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
         wait_until(lambda: not set(pids_in(tmp_path, 2)) & set(ranks), 150)
         (tmp_path / "enough").touch()
         wait_until(lambda: state() == "Completed")
-    finished = DirectoryStorage(tmp_path / "store").read(finished_key(run_id))
-    summary = TrainingSummary.model_validate_json(finished)
+    storage = DirectoryStorage(tmp_path / "store")
+    stored = FINISHED.from_bytes(storage.read(finished_key(run_id)), storage.uri)
+    summary = TrainingSummary.model_validate(stored)
     assert (summary.attempt, summary.resumed_from_step) == (2, saved)

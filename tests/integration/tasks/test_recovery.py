@@ -253,7 +253,7 @@ def test_tonight_goes_on_with_yesterday(
     assert resumed.training.resumed_from_step in (5, 10)
     assert weights(resumed) == weights(undisturbed)
     assert tonight("latest", epochs=1).training.resumed_from_step is None
-    wait_until_said(newest_flow_run().id, "has no such run yet")
+    wait_until_said(newest_flow_run().id, "has no such run in")
     tuned = tonight("best", epochs=0)
     best = resumed.training.best_checkpoint
     assert best is not None
