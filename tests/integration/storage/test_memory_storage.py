@@ -1,6 +1,7 @@
 """A storage of another package, added by what CONTRIBUTING.md says and nothing else."""
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,8 +35,7 @@ class TestMemoryStorage(StorageConformance):
     @pytest.fixture
     def make_storage(self, port: int) -> Callable[[], Storage]:
         """Make storages in folders of their own."""
-        numbers = itertools.count()
-        return lambda: MemoryStorage("127.0.0.1", port, f"storage-{next(numbers)}-{id(numbers)}")
+        return lambda: MemoryStorage("127.0.0.1", port, uuid.uuid4().hex)
 
 
 class TestAFolderOfIt(StorageConformance):
@@ -47,7 +47,7 @@ class TestAFolderOfIt(StorageConformance):
     def make_storage(self, port: int) -> Callable[[], Storage]:
         """Make folders of one storage."""
         numbers = itertools.count()
-        storage = MemoryStorage("127.0.0.1", port, f"storage-{id(numbers)}")
+        storage = MemoryStorage("127.0.0.1", port, uuid.uuid4().hex)
 
         def make() -> Storage:
             found = storage.below("team").below(f"x{next(numbers)}/y")

@@ -30,16 +30,20 @@ def written(folder) -> list[str]:
 def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path, folder):
     """It is written at the end; a task that runs again begins behind what is there."""
     storage = DirectoryStorage(tmp_path)
-    for attempt in (1, 2, 2):
+    for number, attempt in enumerate((1, 2, 2)):
         writer = RankLogWriter(LogFolder(storage, "run"), 3, attempt)
-        writer.add(["printed", "grün"])
+        writer.add([f"printed {number}", "grün"])
         writer.add(["logged"], "WARNING user.code: ")
         assert writer.uri == f"{folder}/rank-00003/{attempt:06d}-*.txt"
         writer.end()
         assert writer.join(HANG_S) == ""
     names = sorted(path.name for path in (folder / "rank-00003").iterdir())
     assert names == ["000001-000001.txt", "000002-000001.txt", "000002-000002.txt"]
-    assert written(folder / "rank-00003") == 3 * ["printed", "grün", "WARNING user.code: logged"]
+    assert written(folder / "rank-00003") == [
+        line
+        for number in range(3)
+        for line in (f"printed {number}", "grün", "WARNING user.code: logged")
+    ]
     silent = RankLogWriter(LogFolder(storage, "run", "logs/evaluate"), 0, 1)
     assert silent.join(HANG_S) == ""
     assert not (folder / "evaluate").exists()
