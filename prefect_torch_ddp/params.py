@@ -2,12 +2,20 @@
 
 import inspect
 import ipaddress
+import math
 import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -16,8 +24,7 @@ from prefect_torch_ddp.protocol.rank import Backend, Launcher
 Determinism = Literal["default", "elastic"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Positive
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _place_in_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -61,17 +68,17 @@ class GangParams(Params):
     world_size: Count | None = None
     """Number of ranks; None takes one for each worker."""
     ranks_per_worker: Count | None = None
-    """Ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1, but all
-    ranks on the only worker where `train_flow` starts a local cluster and nothing is said of it."""
+    """Ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1; on the
+    local cluster that `train_flow` starts by itself, all ranks on its one worker."""
     backend: Backend = "auto"
     """Collectives library; auto takes nccl where CUDA is, else gloo."""
     min_world_size: Count | None = None
     """Smallest acceptable number of ranks while workers are missing: at the start after
     `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
     max_world_size: Count | None = None
-    """Largest number of ranks: a training in `ctx.steps` that has fewer takes in free workers, at
-    its start and whenever it has written a checkpoint; that costs no restart. At least
-    `world_size`. Empty: it doesn't grow."""
+    """Largest number of ranks, at least `world_size`. A training in `ctx.steps` that has fewer
+    takes in free workers at its start and after each checkpoint, without using up a restart.
+    Empty: it doesn't grow."""
     max_restarts: CountOrZero = 0
     """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
     count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
@@ -84,21 +91,21 @@ class GangParams(Params):
     """Seconds that ranks wait for one another at the start."""
     # A function without a RankContext makes no steps, so nobody knows how long it may be quiet.
     progress_timeout_s: Seconds | None = None
-    """Seconds that all ranks may go without progress while those behind are idle (ten times that
-    while they work or load); then the gang ends as hung. Progress is a collective, a step, a
-    report or `report_progress()`. Empty: no limit."""
+    """Seconds that all ranks may go without progress while the ranks that lag are idle; then the
+    gang ends as hung. While those use the CPU or the disk, it is ten times as long. Progress is a
+    collective, a step, a report or `report_progress()`. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
     """Seconds that ranks in `ctx.steps` get, when they are cancelled, to stop after the same step
     and save it; Prefect gives a run 30. Other ranks are killed at once."""
-    resources: Mapping[str, Positive] | None = None
+    resources: Mapping[str, float] | None = None
     """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
     without them aren't used."""
     interface: str | None = None
     """Network that the ranks use: an interface's name (`ib0`) or a network in CIDR notation
     (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
     launcher: Launcher = "auto"
-    """auto forks ranks from the warm fork server of each Dask worker, in milliseconds, where that
-    is safe; exec starts a fresh Python for each."""
+    """auto forks ranks from the warm fork server of each Dask worker, in milliseconds, if that is
+    safe; exec starts a fresh Python for each."""
     preload: tuple[str, ...] | None = None
     """Installed packages that each fork server imports once, before it forks ranks, e.g.
     `("transformers",)`: ranks start sooner. Each rank then has what the package read from the
@@ -110,6 +117,14 @@ class GangParams(Params):
         return cast(
             "GangOptions", {name: getattr(self, name) for name in GangOptions.__annotations__}
         )
+
+    @field_validator("resources")
+    @classmethod
+    def _check_resources(cls, given: Mapping[str, float] | None) -> Mapping[str, float] | None:
+        if not all(0 < amount < math.inf for amount in (given or {}).values()):
+            msg = f"resources is {given!r}; give positive amounts by name, e.g. {{'GPU': 1}}"
+            raise ValueError(msg)
+        return given
 
     @field_validator("interface")
     @classmethod
@@ -153,15 +168,16 @@ class CheckpointParams(Params):
     every_epochs: Count | None = None
     """Epochs between two checkpoints, each at an epoch's end: 1 for every epoch."""
     keep_last: Count = 2
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     keep_best: CountOrZero = 1
-    """How many of the best by best_metric are kept."""
+    """How many of the best by best_metric are kept in addition."""
     best_metric: str | None = None
     """A metric that the training reports, e.g. validation_accuracy."""
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller value is better."""
     on_failure: Literal["warn", "fail"] = "warn"
-    """What a training does when a checkpoint can't be written; its last one must be."""
+    """What a training does if a checkpoint can't be written: warn and continue, or fail. The last
+    one has to be written in any case."""
 
 
 class ContextOptions(GangOptions, total=False):
@@ -181,8 +197,9 @@ class ContextParams(GangParams):
     """The parameters of a gang whose function takes a RankContext."""
 
     progress_timeout_s: Seconds | None = 60.0
-    """Seconds without progress in a step after which a training counts as hung and is tried again;
-    ten times that while its ranks work or load. Empty: never."""
+    """A training is restarted as hung if no step advances for so many seconds, ten times as many
+    while its ranks use the CPU or the disk. `report_progress()` counts as an advance. Empty:
+    never."""
     storage: Annotated[str, Field(min_length=1)] = "~/prefect-torch-ddp"
     """Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block
     (s3-bucket/name)."""
@@ -270,9 +287,8 @@ class TrainParams(ContextParams):
     @model_validator(mode="after")
     def _check_train(self) -> Self:
         if self.evaluate_on == "best" and self.checkpoint.best_metric is None:
-            msg = (
-                "evaluate_on is 'best', but checkpoint.best_metric is empty: name it, or use 'last'"
-            )
+            hint = "name the metric that decides, or use evaluate_on='last'"
+            msg = f"evaluate_on is 'best', but checkpoint.best_metric is empty: {hint}"
             raise ValueError(msg)
         if self.evaluate_on == "best" and self.checkpoint.keep_best == 0:
             msg = "evaluate_on is 'best', but checkpoint.keep_best is 0: keep at least one"

@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 class RankContext:
     """The context of a rank: its place in the gang, and what a training needs beyond PyTorch.
 
-    Every method is optional. A training is plain PyTorch:
+    Every method is optional. What is to be equal on all ranks is said by each: the models and
+    objects by name, the loader's and the loop's arguments, and the steps in which a checkpoint is
+    requested. Metrics, files and a request to stop may come from any of them. A training is plain
+    PyTorch:
 
         model = ctx.wrap(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,8 +68,12 @@ class RankContext:
             data: the value of `ctx.data`.
             options: the value of `ctx.options`.
             seed: seeds everything random.
-            storage: None: a temporary one, removed at the end.
+            storage: a storage, a path or a URI; None: a temporary one, removed at the end.
             **chosen: run_id, stage, checkpoint, resume_from, ...: see `LocalOptions`.
+
+        Raises:
+            InvalidParamsError: an option can't be so; names it.
+            TypeError: there is no such option.
         """
         return cls(local_parts(data, options, seed, storage, chosen))
 
@@ -99,7 +106,14 @@ class RankContext:
 
     @property
     def data(self) -> Path:
-        """The local dataset; in the prepare stage the folder to write it to."""
+        """The local dataset; in the prepare stage the folder to write it to.
+
+        The first call on a machine downloads it if it doesn't lie there.
+
+        Raises:
+            InvalidParamsError: this rank was given no dataset.
+            StorageError: the dataset was never published, or can't be read.
+        """
         from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - if used
 
         if self._parts.folder is None:
@@ -112,7 +126,12 @@ class RankContext:
 
     @property
     def data_storage(self) -> Storage:
-        """The dataset where it lies, to read by ranges; in prepare the folder."""
+        """The dataset where it lies, to read by ranges; in prepare the folder.
+
+        Raises:
+            InvalidParamsError: this rank was given no dataset.
+            StorageError: the dataset was never published.
+        """
         from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - if used
 
         if self.stage == "prepare" or self.config.dataset_id is None:
@@ -121,7 +140,11 @@ class RankContext:
 
     @property
     def source(self) -> Readable:
-        """Where the raw data is, with its credentials, such as for `image_folder(ctx.source)`."""
+        """Where the raw data is, with its credentials, such as for `image_folder(ctx.source)`.
+
+        Raises:
+            InvalidParamsError: this run was given no source.
+        """
         if self.config.source is None:
             msg = (
                 f"run {self.run_id} was given no source: name the raw data's place as "
@@ -169,20 +192,31 @@ class RankContext:
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch.
 
-        Each epoch has every sample once, in the same order for any world size. Each pass of your
-        own, `for batch in loader:`, is the next epoch; after a call of `steps` all are the same.
+        Each epoch has every sample once, in the same order for any world size. Give it the whole
+        dataset and the same arguments on every rank; which of them have which samples is its own
+        business.
+
+        Each time you iterate over the loader yourself (`for batch in loader:`), the epoch
+        advances. After the first call of `steps` it no longer does, so that evaluations between
+        epochs see the same order. In such a pass ranks may get different numbers of batches.
 
         Args:
             dataset: map-style, or with shards(), num_samples(shard) and iter_shard(shard).
-            global_batch_size: samples per step over all ranks together.
+            global_batch_size: samples per step over all ranks together. A rank's batch has its
+                share of them, [samples, ...]: equal shares, but for an uneven tail.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed python, numpy and torch for each sample in worker processes, for
-                the same augmentation on any number of them; "torch" (enough for torchvision's
-                v2 transforms) alone, or False: none.
+            seed_samples: seed python, numpy and torch for each sample in worker processes: the
+                same augmentation on any number of ranks and workers. "torch" seeds only torch,
+                which is enough for torchvision's v2 transforms; False seeds none.
             none_samples: a sample that is None is refused by its index on several ranks, since
                 the others would count for too much. "keep": collate_fn puts another in its place.
-            **dataloader_kwargs: for torch's DataLoader, such as num_workers or collate_fn.
+            **dataloader_kwargs: for torch's DataLoader, such as num_workers, collate_fn or
+                pin_memory.
+
+        Raises:
+            InvalidParamsError: the dataset has no length or no samples, or an argument can't work
+                here, such as a sampler; names it.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
 
@@ -220,13 +254,29 @@ class RankContext:
     def steps(self, loader: "RankLoader", *, epochs: int) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
+        A batch is what the loader's collate_fn made of this rank's share of the global batch, and
+        stays where the loader put it: move it to `ctx.device` yourself. Every rank gets equally
+        many. On a rank whose share of a tail is empty the batch is a stand-in, the global batch's
+        first sample, whose gradient counts for nothing: run the step as for any other.
+
         A resumed run continues in mid-epoch, where its checkpoint was made. A checkpoint that is
-        due is written when the loop's body has ended. On a rank whose share of a tail is empty
-        the batch is a stand-in without a gradient.
+        due is written when the loop's body has ended.
 
         Each `for` loop over it is a call, which a `break` ends; a second one numbers steps and
         epochs on. On resume, finished calls yield nothing and the code after them runs again; then
-        tracked objects are restored, so that what that code did to them counts once.
+        tracked objects are restored, so that what that code did to them counts once. Every rank
+        has to make the same calls.
+
+        Args:
+            loader: from `ctx.loader`, of the same dataset and arguments on every rank.
+            epochs: how often all samples are seen, equal on all ranks; `math.inf`: until the loop
+                is left.
+
+        Raises:
+            InvalidParamsError: the loader is another one, the ranks have different datasets or
+                arguments, a call is inside of another one, or the code after finished calls made
+                fewer of them on resume.
+            CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail".
         """
         return self._parts.loop.run(loader, epochs)
 
@@ -238,24 +288,34 @@ class RankContext:
             for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
                 (cross_entropy(model(images), labels) * weight).backward()
 
-        The gradient is that of the mean loss over the global batch; the ranks sum it in the last
-        backward pass alone. With a GradScaler, scale each weighted loss; after the loop unscale,
-        clip, step. The rank's mean loss is `sum(loss * weight) / sum(weight)`: under elastic
-        determinism weights are parts of the global batch, and gradients come at the loop's end.
+        The gradient is that of the mean loss over the global batch; the ranks sum it only
+        in the last backward pass. With a GradScaler, scale each weighted loss; after the loop
+        unscale, then clip, then step. The rank's mean loss, to report, is
+        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are parts of the
+        global batch and don't add up to 1. There the gradients come at the loop's end.
 
         Args:
-            batch: from `steps`: tensors [samples, ...]; tuples, lists, mappings (cut into dicts).
+            batch: from `steps`: a tensor of shape [samples, ...], or tuples, lists and mappings of
+                them; mappings are cut into dicts. Lists with a plain value for each sample are cut
+                too; a number or a text is of the whole batch.
             max_samples: how many samples a micro-batch has at most; None: all of this rank's.
+
+        Raises:
+            InvalidParamsError: the batch can't be cut; names the part.
         """
         return self._parts.gradients.micro_batches(batch, max_samples)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.
 
-        The calls of one step make one record; outside of `steps` each makes its own.
+        The calls of one step make one record; outside of `steps` each call makes its own. Ranks may
+        report different metrics: of each one people see the mean over the ranks that report it.
 
         Args:
-            **metrics: numbers or 0-d tensors; anything else is an InvalidParamsError.
+            **metrics: numbers or 0-d tensors, such as `loss.mean()`; not yet averaged over ranks.
+
+        Raises:
+            InvalidParamsError: one isn't a single real number; names it.
         """
         self._parts.reporter.report(metrics)
         self._parts.link.heartbeat.progress()
@@ -263,9 +323,16 @@ class RankContext:
     def checkpoint(self, *, force: bool = False) -> None:
         """Request a checkpoint, on every rank: at this step's end; outside of `steps` at once.
 
-        Within `steps`, due ones are written without a request. Outside, each forced one has the
-        next number: in a loop of your own 0, 1, 2, ... A resumed run finds tracked objects and
-        random generators there as they were at the newest one. `force`: also when none is due.
+        Within `steps`, due ones are written without a request, and a step has one. Outside, each
+        forced one has the next number: in your own loop 0, 1, 2, ... A resumed run finds tracked
+        objects and random generators there as they were at the newest one.
+
+        Args:
+            force: also when none is due.
+
+        Raises:
+            CheckpointError: outside of `steps`, one that was begun before can't be written and
+                `checkpoint.on_failure` is "fail".
         """
         if self._state.share is not None:
             self._state.save_wanted |= force
@@ -275,7 +342,13 @@ class RankContext:
             self._parts.tracker.save_if(self._parts.tracker.due())
 
     def request_stop(self, reason: str) -> None:
-        """Have all ranks end `steps` after the same step, this or the next; a resume adds none."""
+        """Have all ranks end `steps` after the same step, this or the next; a resume adds none.
+
+        One rank's request is enough. It is this step if all ranks ask in it.
+
+        Args:
+            reason: for the log.
+        """
         logger.info("asks to stop after step %d: %s", self.step, reason)
         self._state.stop_wanted = True
 
@@ -285,11 +358,14 @@ class RankContext:
         Each attempt has files of its own: `runs/<run id>/results/<attempt>/<path>`.
 
         Args:
-            path: relative, with forward slashes; BadKeyError if it leads outside.
+            path: relative, with forward slashes. Of ranks that write the same one, the last wins.
             data: the whole content; text is written as UTF-8.
 
         Raises:
+            InvalidParamsError: the data are neither bytes nor text.
+            BadKeyError: the path leads outside of the results.
             SupersededError: a newer attempt of this run has begun.
+            StorageError: it can't be written.
         """
         run = (self.config.storage, self.run_id, self.attempt)
         if self.config.trains:  # the others claim no attempt, so that none can supersede them
@@ -299,7 +375,14 @@ class RankContext:
     def close(self, *, failed: bool = False) -> None:
         """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
 
-        After a failure no last checkpoint is made, and nothing here raises.
+        Every rank has to come here, since they agree on the last checkpoint.
+
+        Args:
+            failed: by an exception: no last checkpoint is made, and nothing here raises.
+
+        Raises:
+            CheckpointError: the last checkpoint can't be written.
+            StorageError: metrics, or the ledger, can't be written.
         """
         self._parts.close(failed=failed)
 

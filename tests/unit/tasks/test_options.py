@@ -59,7 +59,7 @@ def test_the_form_is_in_order_and_explains_each_field() -> None:
         ({"checkpoint": {"every_step": 3}}, "checkpoint"),
         ({"sed": 1}, "there is no option sed; did you mean seed?"),
         ({"retrys": 2, "world_size": 0}, "world_size is 0.*; there is no option retrys"),
-        ({"resources": {"GPU": 0}}, "resources.GPU is 0; it should be greater than 0"),
+        ({"resources": {"GPU": 0}}, r"resources is \{.GPU.: 0\.0\}; give positive amounts"),
         ({"interface": ""}, "interface is ''; give an interface's name, e.g. 'ib0', or a network"),
         ({"interface": "10.1.0.0/99"}, "interface is '10.1.0.0/99', which is no network"),
         (
