@@ -18,9 +18,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import ClassificationMeter, RankContext, Report
+from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.data import write_index
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart
+from tests.workloads import descend, score_linear
 
 CLASSES = ["below", "above"]
 NUM_SAMPLES = 50
@@ -66,11 +67,7 @@ def train(ctx: RankContext) -> dict[str, Any]:
         if is_due and ctx.rank == 1:
             msg = "told to fail once"
             raise OSError(msg)
-        loss = cross_entropy(model(points), labels)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        ctx.report(loss=loss)
+        descend(ctx, optimizer, cross_entropy(model(points), labels))
         if ctx.epoch_ended:
             ctx.report(val_loss=1.0 / ctx.epoch)
     ctx.save("notes.json", json.dumps({"steps": ctx.step}))
@@ -80,13 +77,7 @@ def train(ctx: RankContext) -> dict[str, Any]:
 
 def evaluate(ctx: RankContext) -> Report:
     """Score on the held-out points."""
-    model = torch.nn.Linear(2, 2)
-    ctx.track(model=model)
-    meter = ClassificationMeter(CLASSES)
-    with torch.no_grad():
-        for points, labels in ctx.loader(_read(ctx, "test"), global_batch_size=8, shuffle=False):
-            meter.update(model(points), labels)
-    return meter.report()
+    return score_linear(ctx, _read(ctx, "test"), CLASSES)
 
 
 def _read(ctx: RankContext, split: str) -> TensorDataset:

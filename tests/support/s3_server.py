@@ -262,4 +262,5 @@ def answer(status: int, code: str, more: str = "") -> Fault:
         xml = (("Content-Type", "application/xml"),)
         send(handler, Exchange(exchange.method, {}, status, xml, body), body)
 
+    fault.__name__ = code  # a parametrised case shows it
     return fault

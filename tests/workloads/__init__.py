@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp import RankContext
+    from torch.utils.data import Dataset
+
+    from prefect_torch_ddp import RankContext, Report
 
 
 def descend(ctx: "RankContext", optimizer: Any, loss: Any) -> None:
@@ -15,6 +17,21 @@ def descend(ctx: "RankContext", optimizer: Any, loss: Any) -> None:
     loss.backward()
     optimizer.step()
     ctx.report(loss=loss)
+
+
+def score_linear(ctx: "RankContext", held_out: "Dataset[Any]", classes: list[str]) -> "Report":
+    """Score a tracked linear classifier of points in the plane."""
+    import torch
+
+    from prefect_torch_ddp import ClassificationMeter
+
+    model = torch.nn.Linear(2, len(classes))
+    ctx.track(model=model)
+    meter = ClassificationMeter(classes)
+    with torch.no_grad():
+        for points, labels in ctx.loader(held_out, global_batch_size=8, shuffle=False):
+            meter.update(model(points), labels)
+    return meter.report()
 
 
 def write_pid(folder: str | Path, name: object, pid: object = None) -> None:

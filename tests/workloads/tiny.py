@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
-from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
-from tests.workloads import descend, wait_for_checkpoint, write_pid
+from tests.workloads import descend, score_linear, wait_for_checkpoint, write_pid
 
 CLASSES = ["below", "above"]
 
@@ -104,13 +103,7 @@ def evaluate(ctx: RankContext) -> Report:
         Path(marker).touch()
         msg = "told to fail once"
         raise ValueError(msg)
-    model = torch.nn.Linear(2, 2)
-    ctx.track(model=model)
-    meter = ClassificationMeter(CLASSES)
-    with torch.no_grad():
-        for points, labels in ctx.loader(read(ctx, "test"), global_batch_size=8, shuffle=False):
-            meter.update(model(points), labels)
-    return meter.report()
+    return score_linear(ctx, read(ctx, "test"), CLASSES)
 
 
 def read(ctx: RankContext, split: str) -> TensorDataset:

@@ -77,6 +77,7 @@ def test_an_attempt_that_was_held_up_changes_nothing(
 @pytest.mark.parametrize(
     "new",
     [Course(NUM_STEPS, every_steps=100, die_at=6), Course(NUM_STEPS, every_steps=5, die_at=6)],
+    ids=["the newer attempt saved nothing", "the newer attempt saved step 5"],
 )
 def test_a_commit_that_comes_too_late_is_void(
     tmp_path: Path, undisturbed: tuple[str, str], new: Course

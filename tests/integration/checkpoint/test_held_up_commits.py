@@ -145,7 +145,11 @@ def test_at_each_request(tmp_path: Path, how: str) -> None:
         assert request in held_up_at
 
 
-@pytest.mark.parametrize("retention", [CheckpointParams(every_s=None, keep_last=1), KEEP_ALL])
+@pytest.mark.parametrize(
+    "retention",
+    [CheckpointParams(every_s=None, keep_last=1), KEEP_ALL],
+    ids=["keeps the last", "keeps all"],
+)
 def test_an_attempt_that_is_held_up_while_it_resumes_ends(
     tmp_path: Path, retention: CheckpointParams
 ) -> None:

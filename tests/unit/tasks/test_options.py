@@ -86,7 +86,11 @@ def test_options_are_kept_and_changed() -> None:
     assert (changed.retries, changed.name) == (3, "other")
 
 
-@pytest.mark.parametrize("function", [lambda: 0, lambda *, ctx: 0, lambda *args: 0])
+@pytest.mark.parametrize(
+    "function",
+    [lambda: 0, lambda *, ctx: 0, lambda *args: 0],
+    ids=["no argument", "a keyword", "*args"],
+)
 def test_a_function_without_a_context_is_refused(function: Any) -> None:
     """The mistake shows where it is made, when the module is imported."""
     says = r"<lambda> takes no positional argument.*takes a RankContext first"

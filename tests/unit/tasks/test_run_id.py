@@ -103,26 +103,26 @@ def samples() -> Dataset[Any]:
     return TensorDataset(torch.arange(6.0), torch.arange(12).reshape(6, 2))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.tensor([1.0, 2.0]),
-        lambda: torch.tensor(1, dtype=torch.bfloat16),
-        lambda: torch.arange(12.0)[::2].reshape(2, 3).T,
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.nn.Parameter(torch.ones(2)),
-        linear,
-        samples,
-        lambda: torch.utils.data.Subset(samples(), [2, 1]),
-        lambda: torch.optim.SGD(linear().parameters(), lr=0.1).state_dict(),
-        lambda: {"class_a", "class_b", "class_c"},
-        lambda: {"classes": frozenset({("a", 1), ("b", 2)})},
-        lambda: np.asfortranarray(np.arange(6).reshape(2, 3)),
-        lambda: np.array(["a", None]),
-        lambda: Shape(3),
-        lambda: "l" + str(1),
-    ],
-)
+EQUAL_ARGUMENTS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.tensor([1.0, 2.0]),
+    "0-d bfloat16 tensor": lambda: torch.tensor(1, dtype=torch.bfloat16),
+    "non-contiguous tensor": lambda: torch.arange(12.0)[::2].reshape(2, 3).T,
+    "sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "module": linear,
+    "dataset": samples,
+    "subset": lambda: torch.utils.data.Subset(samples(), [2, 1]),
+    "optimizer state": lambda: torch.optim.SGD(linear().parameters(), lr=0.1).state_dict(),
+    "set": lambda: {"class_a", "class_b", "class_c"},
+    "frozenset in a dict": lambda: {"classes": frozenset({("a", 1), ("b", 2)})},
+    "array in Fortran order": lambda: np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "array of objects": lambda: np.array(["a", None]),
+    "object": lambda: Shape(3),
+    "text that isn't interned": lambda: "l" + str(1),
+}
+
+
+@pytest.mark.parametrize("make", EQUAL_ARGUMENTS.values(), ids=EQUAL_ARGUMENTS)
 def test_equal_arguments_are_one_training(make: Callable[[], Any]) -> None:
     """By content, wherever in memory it is, and also when it was sent to a Dask worker."""
     one = make()

@@ -139,9 +139,9 @@ in_itself.append(in_itself)
         np.float64(1),
         b"a",
         "\ud800",
-        in_itself,
+        pytest.param(in_itself, id="a list that contains itself"),
         "a" * 1_000_001,
-        object(),
+        pytest.param(object(), id="an object"),
     ],
 )
 def test_a_value_that_would_come_back_otherwise_is_not_kept(run: Run, value: object) -> None:

@@ -5,6 +5,7 @@ import site
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +36,22 @@ def test_the_callers_order_holds_at_the_ranks(
     assert paths.around(at_rank) == wanted
 
 
+@pytest.fixture
+def write_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, str]], None]:
+    """Return what writes code by a module's path, where the interpreter finds it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(modules: dict[str, str]) -> None:
+        for name, code in modules.items():
+            path = tmp_path / f"{name}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(code)
+
+    return write
+
+
 BEFORE = {
     "only imports": ("import os, sys\nfrom pathlib import Path\n", True),
     "docstring and constants": ('"""Words."""\nimport os\nLR = 0.1\nNAMES: list = ["a"]\n', True),
@@ -53,15 +70,17 @@ BEFORE = {
 
 @pytest.mark.parametrize(("before", "loads"), BEFORE.values(), ids=BEFORE)
 def test_a_library_is_loaded_ahead_only_if_nothing_runs_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, *, loads: bool
+    tmp_path: Path, write_modules: Callable[[dict[str, str]], None], before: str, *, loads: bool
 ) -> None:
     """Code above an import may prepare it, as `load_dotenv()` does."""
     job = tmp_path / "job"
-    job.mkdir()
-    (job / "__init__.py").write_text("import os\n")
-    (tmp_path / "job_settings.py").touch()
-    (job / "train.py").write_text(f"{before}import torch, torchvision\ndef train(): pass\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_modules(
+        {
+            "job/__init__": "import os\n",
+            "job/train": f"{before}import torch, torchvision\ndef train(): pass\n",
+            "job_settings": "",
+        }
+    )
     wanted = ("torchvision",) if loads else ()
     assert preload_of("job.train:train").libraries == wanted
     assert preload_of(str(job / "train.py")).libraries == wanted
@@ -71,11 +90,10 @@ def test_a_library_is_loaded_ahead_only_if_nothing_runs_before_it(
 
 
 def test_only_safe_libraries_are_loaded_by_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_modules: Callable[[dict[str, str]], None],
 ) -> None:
     """Others are loaded if the user names them; a module of the user's own is refused."""
-    (tmp_path / "own.py").write_text("from PIL import Image\nimport psutil\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_modules({"own": "from PIL import Image\nimport psutil\n"})
     assert preload_of("own:train").libraries == ("PIL",)
     assert preload_of("own:train", ["psutil"]).libraries == ("psutil",)
     assert preload_of("own:train", []).libraries == ()
@@ -85,19 +103,14 @@ def test_only_safe_libraries_are_loaded_by_default(
 
 
 def test_a_library_in_whose_place_the_user_has_a_module_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_modules: Callable[[dict[str, str]], None],
 ) -> None:
     """Nor may a server have it that another gang's ranks were forked from."""
-    (tmp_path / "torchvision.py").touch()
-    (tmp_path / "own.py").write_text("import torchvision\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_modules({"own": "import torchvision\n", "torchvision": ""})
     preload = preload_of("own:train")
     assert preload == Preload((), ("torchvision",))
-    assert [preload.allows(name) for name in ("PIL", "torchvision", "psutil")] == [
-        True,
-        False,
-        False,
-    ]
+    allowed = {name: preload.allows(name) for name in ("PIL", "torchvision", "psutil")}
+    assert allowed == {"PIL": True, "torchvision": False, "psutil": False}
 
 
 def test_sources_are_read_in_threads(tmp_path: Path) -> None:
