@@ -44,7 +44,7 @@ from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.metrics import epoch_rows, read_all_records, surviving_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.plot import render_curves
+from prefect_torch_ddp.tasks.report.page.plot import render_curves
 
 what, num, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 storage = DirectoryStorage(folder / "store")

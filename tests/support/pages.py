@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import ClassScore, Report, TrainReport
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.headline import RunView
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import render_page
 
 RUN = "calm-otter-12345678"
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)

@@ -1,5 +1,5 @@
-"""What people see of a run: the live report, the final one, their curves.
+"""What people see of a run: how far it is, its curves, and when the page is written.
 
-Pure functions make text and pictures from values. Only `artifacts` and `live` call Prefect;
-nothing here knows ranks, gangs or torch.
+`page/` makes text of values. Only `artifacts` and `live` call Prefect, only `stored` reads a
+storage; nothing here knows ranks, gangs or torch.
 """

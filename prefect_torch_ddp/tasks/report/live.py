@@ -29,11 +29,11 @@ from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.plot import render_curves
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.plot import render_curves
+from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
-from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.metrics import (
     Records,
@@ -19,11 +20,11 @@ from prefect_torch_ddp.records.run_record import RunRecord, previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import EpochRow, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
-from prefect_torch_ddp.tasks.report.headline import RunView
+from prefect_torch_ddp.tasks.report.page.checkpoints import KeptCheckpoint
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tracking.runs import goodput_so_far
 
 LOOK_INTERVAL_S = 20.0
@@ -131,3 +132,15 @@ class Readings:
             self._built.add(records)
             self.curves = self._built.snapshot()
         return self.curves
+
+
+def kept_checkpoints(storage: Storage, run_id: str) -> list[KeptCheckpoint]:
+    """Return a run's checkpoints, by step."""
+    return [
+        KeptCheckpoint(
+            checkpoint_ref(storage, manifest),
+            sum(item.num_bytes for item in manifest.objects),
+            manifest.sha256,
+        )
+        for manifest in list_manifests(storage, run_id)
+    ]

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.report.ranks import awaited_rank, rank_table
+from prefect_torch_ddp.tasks.report.page.ranks import awaited_rank, rank_table
 from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
 from tests.unit.data.test_none_samples import broken, drop

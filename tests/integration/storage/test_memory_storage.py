@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from prefect_torch_ddp import list_runs, storage_from_uri, train_flow
 from prefect_torch_ddp.storage.protocol import Storage, StorageBelow
-from prefect_torch_ddp.tasks.report.checkpoints import load_code
+from prefect_torch_ddp.tasks.report.page.checkpoints import load_code
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.memory_storage import MemoryStorage, memory_server
 from tests.support.storage_conformance import StorageConformance

@@ -24,9 +24,9 @@ from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.headline import RunView
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import render_page
 from tests.support.browser import Page, Scheme, browser
 from tests.support.runs import steered
 from tests.support.servers import prefect_server_in

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prefect_torch_ddp.tasks.report.checkpoints import load_code
+from prefect_torch_ddp.tasks.report.page.checkpoints import load_code
 from prefect_torch_ddp.tracking.provenance import git_commit
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"

@@ -37,7 +37,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
+from prefect_torch_ddp.tasks.report.stored import kept_checkpoints
 from tests.support.formats import MORE, NEWER, rewrite, snapshot
 from tests.unit.checkpoint.test_commit import count_to
 

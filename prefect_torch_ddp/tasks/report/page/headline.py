@@ -9,11 +9,11 @@ from prefect_torch_ddp.records.metric_names import Direction, direction, is_vali
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import EpochRow, Goodput, Report, TrainReport
-from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, short, text
+from prefect_torch_ddp.tasks.report.page.checkpoints import KeptCheckpoint
+from prefect_torch_ddp.tasks.report.page.ranks import awaited_rank
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.ranks import awaited_rank
 
 MAX_HEADLINE_METRICS = 3
 

@@ -3,10 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
 from prefect_torch_ddp.results import CheckpointRef, TrainReport
 from prefect_torch_ddp.storage.locate import is_of_a_package
-from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, size, text
 
 MAX_CHECKPOINTS = 10
@@ -21,18 +19,6 @@ class KeptCheckpoint:
     num_bytes: int
     digest: str
     """The sha256 of its manifest, which holds the digests of all it consists of."""
-
-
-def kept_checkpoints(storage: Storage, run_id: str) -> list[KeptCheckpoint]:
-    """Return a run's checkpoints, by step."""
-    return [
-        KeptCheckpoint(
-            checkpoint_ref(storage, manifest),
-            sum(item.num_bytes for item in manifest.objects),
-            manifest.sha256,
-        )
-        for manifest in list_manifests(storage, run_id)
-    ]
 
 
 def checkpoint_list(report: TrainReport | None, kept: Sequence[KeptCheckpoint] = ()) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, table, text
-from prefect_torch_ddp.tasks.report.pictures import (
+from prefect_torch_ddp.tasks.report.page.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
     Matrix,

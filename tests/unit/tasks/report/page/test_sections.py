@@ -10,13 +10,17 @@ import pytest
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, Report
-from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint, checkpoint_list, load_code
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.evaluation import confusion_table
-from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
+from prefect_torch_ddp.tasks.report.page.checkpoints import (
+    KeptCheckpoint,
+    checkpoint_list,
+    load_code,
+)
+from prefect_torch_ddp.tasks.report.page.evaluation import confusion_table
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.sections import SECTIONS, epoch_table, render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import SECTIONS, epoch_table, render_page
 from tests.support.pages import (
     BEGAN,
     HOSTILE,

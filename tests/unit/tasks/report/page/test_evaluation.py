@@ -12,7 +12,11 @@ from PIL import Image
 
 from prefect_torch_ddp.rank.evaluation.classification import classification_report as report
 from prefect_torch_ddp.results import WorstSample
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
+from prefect_torch_ddp.tasks.report.page.evaluation import (
+    class_table,
+    confusion_table,
+    worst_samples,
+)
 from tests.support.pages import tables
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import Goodput
-from prefect_torch_ddp.tasks.report.ranks import MAX_RANK_ROWS, RecentTimes, rank_table
+from prefect_torch_ddp.tasks.report.page.ranks import MAX_RANK_ROWS, RecentTimes, rank_table
 from tests.support.pages import page_of
 
 HOSTILE = "a|b<script>alert(1)</script>[x](http://evil)"

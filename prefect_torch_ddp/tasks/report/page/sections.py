@@ -5,9 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
 from prefect_torch_ddp.results import EpochRow, LedgerReport, TrainReport
-from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
-from prefect_torch_ddp.tasks.report.headline import RunView, best, comparison, headline
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     code_block,
@@ -20,8 +17,15 @@ from prefect_torch_ddp.tasks.report.markdown import (
     table,
     text,
 )
-from prefect_torch_ddp.tasks.report.plot import left_out, render_curves
-from prefect_torch_ddp.tasks.report.ranks import goodput_table, rank_table
+from prefect_torch_ddp.tasks.report.page.checkpoints import checkpoint_list, load_section
+from prefect_torch_ddp.tasks.report.page.evaluation import (
+    class_table,
+    confusion_table,
+    worst_samples,
+)
+from prefect_torch_ddp.tasks.report.page.headline import RunView, best, comparison, headline
+from prefect_torch_ddp.tasks.report.page.plot import left_out, render_curves
+from prefect_torch_ddp.tasks.report.page.ranks import goodput_table, rank_table
 
 MAX_PAGE_BYTES = 300_000
 MAX_CAUSE = 2_000

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.plot import (
+from prefect_torch_ddp.tasks.report.page.plot import (
     COLOURS,
     MAX_PANELS,
     MAX_POINTS,
