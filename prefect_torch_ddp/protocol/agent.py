@@ -9,9 +9,10 @@ from prefect_torch_ddp.protocol.heartbeat import Heartbeat
 from prefect_torch_ddp.protocol.rank import RankLaunch
 
 AgentState = Literal["absent", "waiting", "reserved", "running", "ended"]
-AgentOrder = Literal["abort", "stop", "pause", "leave", "look"]
+AgentOrder = Literal["abort", "stop", "pause", "leave", "look", "look_by_signal"]
 """Have the ranks stop at an agreed step, in the time for it or whenever they come to it; have those
-that returned end; fetch their stacks. Abort: kill the ranks at once."""
+that returned end; fetch their stacks, and those of ranks that don't answer by a signal, which may
+cut a system call short. Abort: kill the ranks at once."""
 
 POLL = "prefect_torch_ddp_poll"
 """The handler that a Dask worker offers to callers, who may give an order with a poll. It answers

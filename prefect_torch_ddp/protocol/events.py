@@ -168,6 +168,10 @@ class RankStack:
     """All its threads as faulthandler writes them, the main one last; or why there is none."""
     cpu_s: float = 0.0
     """Processor time that its processes had used by then."""
+    io_bytes: int = 0
+    """What they had read and written by then, this text included."""
+    is_traced: bool = False
+    """Whether a debugger or tracer (gdb, strace, py-spy) is attached to the process."""
 
 
 @dataclass(frozen=True)

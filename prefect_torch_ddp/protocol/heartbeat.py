@@ -37,12 +37,12 @@ class Phase(IntEnum):
 
 # Words of 8 bytes in this machine's own order: each is written by one store, so a reader sees
 # the old or the new one.
-MOVED_NS, STEP, EPOCH, SEQ, PHASE, LISTENS, ARMED = range(7)
-_PAGE = struct.Struct("=7q")
+MOVED_NS, STEP, EPOCH, SEQ, PHASE, LISTENS, ARMED, USES_GPU = range(8)
+_PAGE = struct.Struct("=8q")
 PAGE_BYTES = 4096
 """Stacks of the rank follow in the same file, from here on."""
 LOOK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Has a rank write its stacks; one that no library is known to use."""
+"""Has a rank write its stacks if it did not obey the order; one that no library is known to use."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ class Heartbeat:
     """Whether it has begun `steps`, and obeys an order to stop: from then on it can save."""
     armed: bool = False
     """Whether it has shown that it makes progress: entered `steps`, or reported."""
+    uses_gpu: bool = False
+    """Whether it has initialized CUDA: work may go on there while all its threads wait."""
 
     @classmethod
     def from_page(cls, page: bytes) -> Self:
         """Read it."""
-        moved_ns, step, epoch, seq, phase, listens, armed = _PAGE.unpack_from(page)
-        return cls(moved_ns, step, epoch, seq, Phase(phase), bool(listens), bool(armed))
+        moved_ns, step, epoch, seq, phase, *marks = _PAGE.unpack_from(page)
+        return cls(moved_ns, step, epoch, seq, Phase(phase), *map(bool, marks))

@@ -189,6 +189,8 @@ class RankOrder(Enum):
     """Stop the training at the next step that all ranks agree on."""
     LEAVE = b"L"
     """All ranks have returned: end the process."""
+    LOOK = b"K"
+    """Write the stacks of all threads to the heartbeat's file."""
 
 
 class _Message:

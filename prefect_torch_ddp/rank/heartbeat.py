@@ -28,16 +28,18 @@ class HeartbeatWriter:
         self._waited_ns = 0
         self._is_first_wait = True
         self._is_looping = False
+        self._stacks_fd: int | None = None
 
     @classmethod
     def shared(cls, fd: int) -> Self:
-        """Map the agent's file, and write all stacks to it on LOOK_SIGNAL.
+        """Map the agent's file, and write all stacks to it when asked, or on LOOK_SIGNAL.
 
-        The signal's handler is C: it works while a thread holds the GIL forever.
+        The signal's handler is C: it works while a thread holds the GIL forever. The agent sets
+        where in the file the stacks begin: it has the same open file.
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional in the standard library
         writer = cls(mmap.mmap(fd, PAGE_BYTES))
-        os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
+        writer._stacks_fd = fd
         faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
         writer.enter(Phase.STARTING)
         return writer
@@ -76,6 +78,11 @@ class HeartbeatWriter:
             yield
         finally:
             self.enter(before)
+
+    def write_stacks(self) -> None:
+        """Write the stacks of all threads for the agent, the main thread's last."""
+        if self._stacks_fd is not None:
+            faulthandler.dump_traceback(file=self._stacks_fd, all_threads=True)
 
     def listen(self) -> None:
         """Mark that the rank obeys an order to stop, from now on."""
@@ -125,6 +132,9 @@ class HeartbeatWriter:
     def beat(self) -> None:
         """Count the collectives begun; a new one is progress. A thread calls it every second."""
         self._watch_compiler()
+        cuda = sys.modules.get("torch.cuda")
+        if cuda is not None and cuda.is_initialized():
+            self._words[layout.USES_GPU] = 1
         count = _collectives_begun()
         if count != self._words[layout.SEQ]:
             self._words[MOVED_NS] = _now_ns()

@@ -99,6 +99,8 @@ class AgentLink(Link):
                 self._stop.set()
             elif order is RankOrder.LEAVE:
                 self._leave.set()
+            elif order is RankOrder.LOOK:
+                self.heartbeat.write_stacks()
             else:
                 has_beat |= order is RankOrder.BEAT
                 if not self._is_settled:

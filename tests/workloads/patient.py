@@ -5,12 +5,14 @@ import os
 import pdb  # noqa: T100 - what is tested
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext
+from tests.support.waiting import wait_until
 from tests.workloads.hanging import work
 
 
@@ -38,8 +40,9 @@ def _communicate(how: str) -> None:
 def _be_busy(how: str, seconds: float) -> None:
     if how == "computing":
         work(seconds)
-    elif how == "holding the lock":
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    elif how in ("in a C function", "holding the lock"):
+        library = ctypes.PyDLL(None) if how == "holding the lock" else ctypes.CDLL(None)
+        assert library.usleep(int(seconds * 1e6)) == 0, "a signal has cut it short"
     else:
         time.sleep(seconds)
 
@@ -73,6 +76,48 @@ def _wait_at_breakpoint(seconds: float) -> None:
         pdb.Pdb(stdin=typed, stdout=shown).set_trace()
         person.join()
     os.close(writes)
+
+
+def held_by_a_tracer(ctx: RankContext, folder: str) -> int:
+    """Rank 1 says its process id in step 2, and goes on once it is told to."""
+    loader = ctx.loader(TensorDataset(torch.ones(6)), global_batch_size=ctx.world_size)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == 1 and ctx.step == 2:
+            Path(folder, "written").write_text(str(os.getpid()))
+            Path(folder, "written").rename(Path(folder, "pid"))
+            wait_until(Path(folder, "goes on").exists)
+        dist.all_reduce(torch.ones(1))
+    return ctx.step
+
+
+class SlowLater(Dataset[torch.Tensor]):
+    """Samples of which all but the first take long on rank 0."""
+
+    def __init__(self, seconds: float) -> None:
+        """Take so long for each of them."""
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        """Have two samples for each of two ranks."""
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Load one."""
+        self._num_loaded = getattr(self, "_num_loaded", 0) + 1
+        if self._num_loaded > 1 and dist.get_rank() == 0:
+            time.sleep(self._seconds)
+        return torch.ones(1)
+
+
+def receives_from_a_rank_ahead(ctx: RankContext, seconds: float) -> int:
+    """Rank 0 sends in its second step what rank 1 waits for in its first, and loads for long."""
+    loader = ctx.loader(SlowLater(seconds), global_batch_size=2)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == 0 and ctx.step == 2:
+            dist.send(torch.ones(1), 1)
+        elif ctx.rank == 1 and ctx.step == 1:
+            dist.recv(torch.ones(1), 0)
+    return ctx.step
 
 
 def leaves_the_loop(ctx: RankContext) -> int:

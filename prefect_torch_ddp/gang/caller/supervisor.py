@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from prefect_torch_ddp.errors import (
     AgentLostError,
@@ -74,6 +75,7 @@ class Supervisor:
         limit_s = plan.options.progress_timeout_s
         self._hang = HangWatch(limit_s, placement, from_start=plan.watched_from_start)
         self._changed = asyncio.Event()
+        self._looking = asyncio.Lock()
 
     async def run(self, sink: Sink, stop: StopSwitch) -> list[bytes]:
         """Start the ranks and return their pickled values in rank order, or raise the error."""
@@ -184,7 +186,8 @@ class Supervisor:
     async def _is_confirmed(self, sink: Sink) -> bool:
         """Tell whether the stacks leave a gang without progress no excuse."""
         if self._hang.stall is not None:
-            await self._gather_stacks()
+            async with self._looking:
+                await self._gather_stacks("look_by_signal")
             if why := self._hang.excuse():
                 sink(LogLine(NO_RANK, logging.WARNING, why))
         for stack in self._hang.stacks if self._hang.has_found else ():
@@ -198,21 +201,22 @@ class Supervisor:
             await asyncio.sleep(PROOF_S)
             if not self._hang.suspects_vain_wait or self._hang.has_found:
                 continue
-            await self._gather_stacks()
-            if self._hang.may_wait_in_vain:
-                await asyncio.sleep(PROOF_S)
-                await self._gather_stacks()
-                self._hang.judge_vain_wait()
-                self._changed.set()
-                continue  # a collective may take a moment: the next look is soon
+            async with self._looking:
+                await self._gather_stacks("look")
+                if self._hang.may_wait_in_vain:
+                    await asyncio.sleep(PROOF_S)
+                    await self._gather_stacks("look")
+                    self._hang.judge_vain_wait()
+                    self._changed.set()
+                    continue  # a collective may take a moment: the next look is soon
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 
-    async def _gather_stacks(self) -> None:
+    async def _gather_stacks(self, how: Literal["look", "look_by_signal"]) -> None:
         self._hang.begin_look()
         # What fails from now on, woken by the signal for it, is not the cause.
         asked_s = time.monotonic()
-        for look in [asyncio.create_task(agent.give("look")) for agent in self._agents]:
+        for look in [asyncio.create_task(agent.give(how)) for agent in self._agents]:
             with contextlib.suppress(AgentLostError):
                 await look
         while self._broken is None and self._hang.lacks_stacks(asked_s):

@@ -145,9 +145,9 @@ class _Agent:
             for event in self._new_events():
                 self._box.post(event)
             self._box.heartbeats = probe.heartbeats() or self._box.heartbeats
-            if "look" in self._box.orders:
-                self._box.orders.discard("look")
-                probe.ask_for_stacks()
+            for order in {"look", "look_by_signal"} & self._box.orders:
+                self._box.orders.discard(order)
+                probe.ask_for_stacks(may_signal=order == "look_by_signal")
             for stack in probe.stacks():
                 self._box.post(stack)
             if self._is_over():

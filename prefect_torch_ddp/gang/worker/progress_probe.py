@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +14,7 @@ from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, Phase
+from prefect_torch_ddp.protocol.rank import RankOrder
 
 ACTIVE_SHARE = 0.01
 """Of one core; a process below it waits. Threads that wake now and then need less."""
@@ -24,6 +26,8 @@ TURN_S = 3.0
 """The most that counts between two reads, as for `gang.liveness`."""
 LOOK_TIMEOUT_S = 4.0
 """How long a rank may take to write its stacks; only a stopped one takes longer."""
+SIGNAL_AFTER_S = 1.0
+"""After how long a rank that was asked gets a signal, if it may: a thread holds its GIL."""
 LOOK_QUIET_S = 0.2
 """Stacks that don't grow for this long are complete: nothing marks their end."""
 
@@ -140,9 +144,34 @@ class _Look:
     """One rank's stacks on their way."""
 
     process: RankProcess
-    begin: int
-    size: int = 0
-    grown_s: float = field(default_factory=time.monotonic)
+    may_signal: bool
+    num_bytes: int = 0
+    asked_s: float = field(default_factory=time.monotonic)
+    grown_s: float = 0.0
+
+    def is_whole(self, now_s: float) -> bool:
+        """Whether the stacks have come and grow no more; sends the signal if they don't come."""
+        if (num_bytes := self.process.io.page.stacks_bytes()) != self.num_bytes:
+            self.num_bytes, self.grown_s = num_bytes, now_s
+        if num_bytes or not self.may_signal or now_s - self.asked_s < SIGNAL_AFTER_S:
+            return num_bytes > 0 and now_s - self.grown_s >= LOOK_QUIET_S
+        self.may_signal = False
+        pid = self.process.child.pid
+        # Without its handler, set up when the first phase begins, the signal would kill it. A
+        # debugger would stop it there.
+        if self.process.io.page.read().phase is not Phase.NONE and not is_traced(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, LOOK_SIGNAL)
+        return False
+
+    def stack(self) -> RankStack:
+        """Return what came, or why nothing did."""
+        pid, rank = self.process.child.pid, self.process.place.rank
+        traced = is_traced(pid)
+        silence = "a debugger holds it" if traced else "it is stopped, or has not come to itself"
+        text = self.process.io.page.stacks() or f"it did not answer: {silence}\n"
+        used = usage_of_sessions({pid}).get(pid, Usage())
+        return RankStack(rank, text, used.cpu_s, used.io_bytes, traced)
 
 
 class ProgressProbe:
@@ -155,7 +184,6 @@ class ProgressProbe:
         self._read_s = 0.0
         self._woke_ns = time.monotonic_ns()
         self._looks: list[_Look] = []
-        self._look_ends_s = 0.0
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
         """Return the heartbeats of the living ranks; None if it isn't time to read them again."""
@@ -194,31 +222,30 @@ class ProgressProbe:
         """Yield the stacks asked for that are complete by now, or overdue."""
         now = time.monotonic()
         for look in list(self._looks):
-            page = look.process.io.page
-            size = page.stacks_end()
-            if size != look.size:
-                look.size, look.grown_s = size, now
-            is_whole = size > look.begin and now - look.grown_s >= LOOK_QUIET_S
-            if is_whole or now >= self._look_ends_s or look.process.child.is_reaped:
+            is_over = look.process.child.is_reaped or now - look.asked_s >= LOOK_TIMEOUT_S
+            if is_over or look.is_whole(now):
                 self._looks.remove(look)
-                silence = "it did not answer: it is stopped, or has not come to itself\n"
-                pid, rank = look.process.child.pid, look.process.place.rank
-                used = usage_of_sessions({pid}).get(pid, Usage())
-                yield RankStack(rank, page.stacks(look.begin) or silence, used.cpu_s)
+                yield look.stack()
 
-    def ask_for_stacks(self) -> None:
-        """Ask all ranks for their stacks; `stacks` yields them."""
-        self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
-        self._looks = [
-            _Look(watched.process, watched.process.io.page.stacks_end())
-            for watched in self._ranks
-            if not watched.process.child.is_reaped
-        ]
-        for look in self._looks:
-            # Without its handler, set up when the first phase begins, the signal would kill it.
-            if look.process.io.page.read().phase is not Phase.NONE:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(look.process.child.pid, LOOK_SIGNAL)
+    def ask_for_stacks(self, *, may_signal: bool) -> None:
+        """Ask all ranks for their stacks, and if allowed signal silent ones; `stacks` yields them.
+
+        A thread of a rank answers, which has to get the GIL. The signal needs nothing of Python,
+        but it cuts a system call short that the main thread is in.
+        """
+        alive = [watched.process for watched in self._ranks if not watched.process.child.is_reaped]
+        self._looks = [_Look(process, may_signal) for process in alive]
+        for process in alive:
+            process.io.page.clear_stacks()
+            process.io.tell(RankOrder.LOOK)
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger or a tracer is attached to a process."""
+    with contextlib.suppress(OSError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        return "\nTracerPid:\t0\n" not in status
+    return False
 
 
 def _since_s(moved_ns: int) -> float:

@@ -181,7 +181,7 @@ class HeartbeatPage:
         """Make it in memory: on a busy disk its writer would wait."""
         fd = os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC)
         self._file = os.fdopen(fd, "r+b", 0)
-        self._file.truncate(PAGE_BYTES)
+        self.clear_stacks()
 
     def fileno(self) -> int:
         """Return the file descriptor that the rank inherits."""
@@ -191,15 +191,23 @@ class HeartbeatPage:
         """Return what the rank marked last."""
         return Heartbeat.from_page(os.pread(self.fileno(), PAGE_BYTES, 0).ljust(PAGE_BYTES, b"\0"))
 
-    def stacks_end(self) -> int:
-        """Return where the stacks written so far end."""
-        return os.fstat(self.fileno()).st_size
+    def clear_stacks(self) -> None:
+        """Remove the stacks written so far, and have the rank write the next ones in their place.
 
-    def stacks(self, begin: int) -> str:
-        """Return the stacks written from there on."""
-        end = self.stacks_end()
-        begin = max(begin, end - MAX_STACKS_BYTES)
-        return os.pread(self.fileno(), end - begin, begin).decode(errors="replace")
+        Its descriptor shares the position of this one.
+        """
+        self._file.truncate(PAGE_BYTES)
+        self._file.seek(PAGE_BYTES)
+
+    def stacks_bytes(self) -> int:
+        """Return how much of stacks was written so far."""
+        return max(0, os.fstat(self.fileno()).st_size - PAGE_BYTES)
+
+    def stacks(self) -> str:
+        """Return the stacks written so far."""
+        num_bytes = self.stacks_bytes()
+        begin = PAGE_BYTES + max(0, num_bytes - MAX_STACKS_BYTES)
+        return os.pread(self.fileno(), num_bytes, begin).decode(errors="replace")
 
     def close(self) -> None:
         """Close the file."""

@@ -1,5 +1,7 @@
 """The page in which a rank leaves its heartbeat: what it marks is what its agent reads."""
 
+import faulthandler
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat, Phase
+from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
+from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -67,6 +70,25 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
         (Phase.SETUP, 2, 1, True),
         (Phase.SAVING, 2, 1, True),  # has code behind the loop changed anything?
     ]
+
+
+def test_stacks_begin_where_the_agent_has_set_the_file() -> None:
+    """A look finds its own answer only, however often was looked before."""
+    page = HeartbeatPage()
+    try:
+        handler = faulthandler.unregister(LOOK_SIGNAL)
+        assert not handler, "it belongs to ranks"
+        writer = HeartbeatWriter.shared(os.dup(page.fileno()))
+        for _ in range(2):
+            page.clear_stacks()
+            assert page.stacks() == ""
+            writer.write_stacks()
+            assert page.stacks().count("test_stacks_begin_where") == 1
+            assert page.stacks_bytes() == len(page.stacks())
+            assert page.read().phase is Phase.STARTING
+    finally:
+        faulthandler.unregister(LOOK_SIGNAL)
+        page.close()
 
 
 def test_counting_predictions_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:

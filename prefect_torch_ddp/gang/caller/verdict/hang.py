@@ -1,87 +1,22 @@
-"""Hangs: the rule by which a gang counts as hung, the ranks that are missing, and the message."""
+"""The watch over one attempt of a gang: whether it hangs, or waits for a rank that has ended."""
 
 import logging
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from prefect_torch_ddp.errors import GangHungError
 from prefect_torch_ddp.gang.caller.placement import Placement
-from prefect_torch_ddp.gang.caller.verdict.proof import (
-    is_debugged,
-    is_in_collective,
-    main_thread,
-    wait_in_vain,
-)
+from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
+from prefect_torch_ddp.gang.caller.verdict.proof import is_in_collective, wait_in_vain
+from prefect_torch_ddp.gang.caller.verdict.stall import Stall, excuse_for, find_stall, missing_by
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
-from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, Hang, LogLine, RankStack
-from prefect_torch_ddp.protocol.heartbeat import Phase
+from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack
 
-WORKING_FACTOR = 10.0
-"""How many times the limit applies where long waits are usual, or while a rank works hard."""
-IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
-STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
-"""Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
 EARLY_RETURN_S = 3.0
 """How long after a rank's end its peers make no progress before they are looked at."""
 STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A gang without progress."""
-
-    behind: tuple[RankHeartbeat, ...]
-    """The ranks that have come least far, by their steps; stacks tell which the others wait for."""
-    ahead: tuple[RankHeartbeat, ...]
-    returned: tuple[RankHeartbeat, ...]
-    silent_s: float
-    is_hung: bool
-    """Whether nothing explains it any more; else it is only worth a warning."""
-
-
-def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bool) -> Stall | None:
-    """Judge a gang by the heartbeats of all its ranks; None where it moves or isn't watched yet."""
-    if any(rank.heartbeat.phase in (Phase.NONE, Phase.STARTING) for rank in ranks):
-        return None
-    if not (from_start or any(rank.heartbeat.armed for rank in ranks)):
-        return None
-    over = (Phase.RETURNED, Phase.ENDED)
-    running = [rank for rank in ranks if rank.heartbeat.phase not in over]
-    if not running:
-        return None
-    silent_s = min(rank.silent_s for rank in running)
-    if silent_s < limit_s:
-        return None
-    least = min(map(_progress_of, running))
-    behind = tuple(rank for rank in running if _progress_of(rank) == least)
-    return Stall(
-        behind=behind,
-        ahead=tuple(rank for rank in running if rank not in behind),
-        returned=tuple(rank for rank in ranks if rank not in running),
-        silent_s=silent_s,
-        is_hung=all(_is_over(rank, limit_s) for rank in behind),
-    )
-
-
-def _progress_of(rank: RankHeartbeat) -> tuple[int, bool]:
-    heartbeat = rank.heartbeat
-    return heartbeat.step, heartbeat.phase not in IN_BODY
-
-
-def _is_over(rank: RankHeartbeat, limit_s: float) -> bool:
-    """Tell whether nothing explains a rank's silence any more.
-
-    A rank that works hard may be in a long step; loading, compiling, saving, restoring and
-    validating may wait for long.
-    """
-    if rank.stopped:
-        return rank.silent_s >= limit_s
-    if rank.heartbeat.phase in STRICT:
-        return rank.idle_s >= limit_s or rank.silent_s >= WORKING_FACTOR * limit_s
-    return rank.idle_s >= WORKING_FACTOR * limit_s
 
 
 class HangWatch:
@@ -102,6 +37,7 @@ class HangWatch:
         self._heard: set[int] = set()
         self._warned: tuple[int, ...] = ()
         self._excused: tuple[int, ...] = ()
+        self._excused_until_s = 0.0
         self._ended_s: dict[int, float] = {}
         self.stall: Stall | None = None
         """Set once the gang hangs."""
@@ -137,7 +73,7 @@ class HangWatch:
             # Seen of all ranks twice: agents send their ranks' heartbeats at different times.
             if self._suspected != moved:
                 self._suspected, self._heard = moved, set()
-            elif self._heard == self._hosts.keys() and self._excused != moved:
+            elif self._heard == self._hosts.keys() and time.monotonic() >= self._excused_until_s:
                 self.stall = stall
         elif self._warned != moved:
             self._warned = moved
@@ -179,6 +115,8 @@ class HangWatch:
     def judge_vain_wait(self) -> None:
         """Compare two looks, and note the wait that they prove."""
         running = [each.rank for each in self._running()]
+        if any(each.heartbeat.uses_gpu for each in self._running()):
+            return  # a GPU may be at work while all threads wait
         if not (self.suspects_vain_wait and wait_in_vain(running, self._before, self._stacks)):
             return
         if self._ended_s:
@@ -191,13 +129,20 @@ class HangWatch:
                 self.stall = replace(stall, behind=behind, ahead=(), is_hung=True)
 
     def excuse(self) -> str:
-        """Let a gang live whose stacks explain its silence; say why, or nothing."""
-        debugged = [rank for rank, stack in self._stacks.items() if is_debugged(stack.text)]
-        if self.stall is None or not debugged:
+        """Leave a gang alone for another limit if its stacks explain its silence.
+
+        Returns why, once for each silence, or nothing.
+        """
+        if self.stall is None or self._limit_s is None:
+            return ""
+        why = excuse_for(self.stall, self._stacks, self._limit_s)
+        if not why:
             return ""
         self.stall = None
-        self._excused = tuple(each.heartbeat.moved_ns for _, each in sorted(self._ranks.items()))
-        return f"no progress, but rank {min(debugged)} is in a debugger: the gang is left alone"
+        self._excused_until_s = time.monotonic() + self._limit_s
+        moved = tuple(each.heartbeat.moved_ns for _, each in sorted(self._ranks.items()))
+        is_known, self._excused = self._excused == moved, moved
+        return "" if is_known else f"no progress, but {why}: the gang is left alone"
 
     @property
     def stacks(self) -> tuple[RankStack, ...]:
@@ -224,103 +169,3 @@ class HangWatch:
         assert self.stall is not None
         stacks = {rank: stack.text for rank, stack in self._stacks.items()}
         return GangHungError(describe(missing_by(self.stall, stacks), self._hosts, stacks), attempt)
-
-
-def missing_by(stall: Stall, stacks: Mapping[int, str]) -> Stall:
-    """Return the stall with those behind that don't wait in a collective; as it is if all do.
-
-    Those that wait there are waiting for these, whatever they have counted.
-    """
-    missing = [each for each in stall.behind if not is_in_collective(stacks.get(each.rank, ""))]
-    if not missing:
-        return stall
-    waiting = tuple(each for each in stall.behind if each not in missing)
-    return replace(stall, behind=tuple(missing), ahead=(*stall.ahead, *waiting))
-
-
-def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> Hang:
-    """Make the value that the error carries."""
-    return Hang(
-        summary=summarize(stall, hosts, stacks),
-        ranks=tuple(rank.rank for rank in stall.behind),
-        hosts=tuple(hosts[rank.rank] for rank in stall.behind),
-        step=stall.behind[0].heartbeat.step,
-        stacks=dict(stacks),
-    )
-
-
-def summarize(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> str:
-    """Say it in one line."""
-    behind = stall.behind
-    is_waiting = all(is_in_collective(stacks.get(rank.rank, "")) for rank in behind)
-    verb = "waits for a rank that does not come" if is_waiting else "did not arrive"
-    text = ", ".join(
-        f"rank {rank.rank} on {hosts[rank.rank]} {verb}: for {rank.silent_s:.0f} s it has been "
-        f"{_doing(rank, stacks)}"
-        for rank in behind
-    )
-    if others := _others(stall, stacks):
-        text += f", while {others}"
-    if is_waiting:
-        text += (
-            "; nobody comes: they wait in different collectives, or a rank has left its loop. Make "
-            "the same calls on every rank, and stop all ranks together: ctx.request_stop(...)"
-        )
-    for rank in behind:
-        if rank.stopped:
-            text += f"; {rank.stopped} of rank {rank.rank} is stopped (SIGSTOP)"
-    return text
-
-
-def _others(stall: Stall, stacks: Mapping[int, str]) -> str:
-    """Say what the ranks are at that are not missing, those at the same thing together."""
-    groups: dict[str, list[int]] = {}
-    for rank in stall.ahead:
-        step = rank.heartbeat.step
-        in_collective = "waiting in a collective" + (f" of step {step}" if step else "")
-        what = (
-            in_collective if is_in_collective(stacks.get(rank.rank, "")) else _doing(rank, stacks)
-        )
-        groups.setdefault(what, []).append(rank.rank)
-    for rank in stall.returned:
-        groups.setdefault("done with its function", []).append(rank.rank)
-    return " and ".join(
-        f"rank {ranks[0]} is {what}"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, sorted(ranks)))} are {what}"
-        for what, ranks in groups.items()
-    )
-
-
-def _doing(rank: RankHeartbeat, stacks: Mapping[int, str]) -> str:
-    """Return what a rank is at, and where: `in step 7 at train.py:34 in forward`."""
-    step = rank.heartbeat.step
-    after = f" after step {step}" if step else ""
-    what = {
-        Phase.FUNCTION: "in its function" + (f", in step {step}" if step else ""),
-        Phase.SETUP: f"outside of ctx.steps{after}",
-        Phase.RESTORING: "restoring a checkpoint",
-        Phase.LOADING: f"waiting for the batch of step {step + 1}",
-        Phase.STEP: f"in step {step}",
-        Phase.EPOCH_END: f"in step {step}, the last of epoch {rank.heartbeat.epoch},",
-        Phase.COMPILING: f"compiling in step {step}",
-        Phase.STEP_END: f"at the end of step {step}",
-        Phase.SAVING: f"saving the checkpoint of step {step}",
-    }.get(rank.heartbeat.phase, "starting")
-    return (what + _innermost_call(stacks.get(rank.rank, ""))).rstrip(",")
-
-
-_NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<|"
-    r"/prefect_torch_ddp/(rank|data|checkpoint|records|storage)/"
-)
-
-
-def _innermost_call(stack: str) -> str:
-    """Return the user's innermost call as ` at train.py:34 in forward`; empty without a stack."""
-    calls = main_thread(stack)
-    if not calls:
-        return ""
-    users = (call for call in calls if not _NOT_THE_USERS.search(call[0]))
-    path, line, function = next(users, calls[0])
-    return f" at {path.rpartition('/')[2]}:{line} in {function}"

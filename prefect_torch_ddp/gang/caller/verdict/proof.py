@@ -11,6 +11,8 @@ from prefect_torch_ddp.protocol.events import RankStack
 
 BUSY_CPU_S = 0.1
 """Processor time between two looks at a rank from which on it isn't idle."""
+BUSY_BYTES = 65_536
+"""The same for what it read and wrote: a large message over a slow network takes no processor."""
 
 Call = tuple[str, str, str]
 """Path, line and function."""
@@ -57,8 +59,9 @@ def wait_in_vain(
     """Tell whether all ranks that still run wait for each other, or for one that has ended.
 
     Proven is that if two looks, some seconds apart, find each of them at the very same place in a
-    collective, without any use of a processor between. A rank that computes, sleeps, writes a
-    file, or waits for something else may end its wait and that of the others.
+    collective, with no use of a processor and no data moved between. A rank that computes, sleeps,
+    writes a file, or waits for something else may end its wait and that of the others. So may a
+    person with a debugger.
     """
     return bool(running) and all(
         rank in before and rank in after and _is_still(before[rank], after[rank])
@@ -68,5 +71,7 @@ def wait_in_vain(
 
 def _is_still(before: RankStack, after: RankStack) -> bool:
     is_same = main_thread(before.text) == main_thread(after.text)
-    is_idle = after.cpu_s - before.cpu_s < BUSY_CPU_S
-    return is_same and is_idle and is_in_collective(after.text)
+    moved_bytes = after.io_bytes - before.io_bytes - len(after.text)
+    is_idle = after.cpu_s - before.cpu_s < BUSY_CPU_S and moved_bytes < BUSY_BYTES
+    is_free = not (after.is_traced or is_debugged(after.text))
+    return is_same and is_idle and is_free and is_in_collective(after.text)

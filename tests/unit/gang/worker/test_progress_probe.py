@@ -6,6 +6,7 @@ from typing import Any
 from prefect_torch_ddp.gang.worker.progress_probe import Idleness, ProgressProbe, Usage
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat
+from prefect_torch_ddp.protocol.rank import RankOrder
 
 
 def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) -> float:
@@ -36,13 +37,19 @@ def test_idle_begins_anew_after_work() -> None:
 
 def test_stacks_of_a_rank_that_dies_are_kept() -> None:
     """At once, since an agent leaves with the last of its ranks; each is given once."""
-    page = SimpleNamespace(read=Heartbeat, stacks_end=lambda: 0, stacks=lambda begin: "in loss")
-    child = SimpleNamespace(is_reaped=False)
-    place, io = SimpleNamespace(rank=1), SimpleNamespace(page=page)
+    page = SimpleNamespace(
+        read=Heartbeat,
+        clear_stacks=lambda: None,
+        stacks_bytes=lambda: 0,
+        stacks=lambda: "in loss",
+    )
+    told: list[RankOrder] = []
+    child = SimpleNamespace(is_reaped=False, pid=-1)
+    place, io = SimpleNamespace(rank=1), SimpleNamespace(page=page, tell=told.append)
     rank: Any = SimpleNamespace(child=child, io=io, place=place)
     probe = ProgressProbe([rank], None)
-    child.pid = -1
-    probe.ask_for_stacks()
+    probe.ask_for_stacks(may_signal=False)
+    assert told == [RankOrder.LOOK]
     assert list(probe.stacks()) == []
     child.is_reaped = True
     assert list(probe.stacks()) == [RankStack(1, "in loss")]

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import GangHungError
-from prefect_torch_ddp.gang.caller.verdict.hang import describe, find_stall, missing_by, summarize
+from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
+from prefect_torch_ddp.gang.caller.verdict.stall import excuse_for, find_stall, missing_by
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
+from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
 
 LIMIT_S = 10.0
@@ -98,6 +100,76 @@ STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce
   File "/home/me/train.py", line 52 in train
 """
+
+
+IN_DEBUGGER = STACK_OF_MISSING.replace("torch/nn/modules/module", "debugpy/server/api")
+AT_WORK = (Phase.SETUP, Phase.EPOCH_END, Phase.SAVING)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "stacks", "missing", "why"),
+    [
+        *(
+            pytest.param(
+                rank(0, phase, step=6),
+                {0: STACK_OF_MISSING, 1: STACK_OF_WAITING},
+                [0],
+                "the others wait for rank 0, which may still be at work",
+                id=f"it waits for one that is ahead: {phase.name}",
+            )
+            for phase in AT_WORK
+        ),
+        pytest.param(
+            rank(0, Phase.STEP, step=6),
+            {0: STACK_OF_MISSING, 1: STACK_OF_WAITING},
+            [0],
+            "",
+            id="the one ahead is idle in its step",
+        ),
+        pytest.param(
+            rank(0, Phase.SETUP, step=6),
+            {0: STACK_OF_MISSING, 1: STACK_OF_MISSING},
+            [1],
+            "",
+            id="it waits for nobody",
+        ),
+        pytest.param(
+            rank(0, Phase.SETUP, step=6), {0: STACK_OF_MISSING}, [1], "", id="it says nothing"
+        ),
+        pytest.param(
+            rank(0, Phase.SETUP, step=6),
+            {0: STACK_OF_WAITING, 1: STACK_OF_WAITING},
+            [1],
+            "",
+            id="all wait in collectives",
+        ),
+        pytest.param(
+            rank(0, Phase.STEP_END),
+            {0: STACK_OF_WAITING, 1: IN_DEBUGGER},
+            [1],
+            "rank 1 is in a debugger",
+            id="the one behind is in a debugger",
+        ),
+    ],
+)
+def test_what_excuses_a_silence(
+    ahead: RankHeartbeat, stacks: dict[int, str], missing: list[int], why: str
+) -> None:
+    """A rank behind may wait for one ahead of it that loads, saves or validates: no hang then,
+    and where it is one, the rank waited for is named."""
+    stall = find_stall((ahead, rank(1)), LIMIT_S, from_start=False)
+    assert stall is not None
+    answers = {number: RankStack(number, text) for number, text in stacks.items()}
+    assert excuse_for(stall, answers, LIMIT_S) == why
+    assert [each.rank for each in missing_by(stall, stacks).behind] == missing
+
+
+def test_a_traced_rank_is_in_a_debugger() -> None:
+    """One that holds the process from outside, so that no stack shows it."""
+    stall = find_stall((rank(0), rank(1)), LIMIT_S, from_start=False)
+    assert stall is not None
+    held = {1: RankStack(1, "it did not answer: a debugger holds it\n", is_traced=True)}
+    assert excuse_for(stall, held, LIMIT_S) == "rank 1 is in a debugger"
 
 
 def test_the_text_says_who_waits_for_whom() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from prefect_torch_ddp.gang.caller.verdict.proof import (
+    BUSY_BYTES,
     BUSY_CPU_S,
     is_debugged,
     is_in_collective,
@@ -49,14 +50,17 @@ def test_whatever_else_a_rank_does_is_no_wait(text: str) -> None:
     assert not is_in_collective(text)
 
 
-def seen(text: str, cpu_s: float = 1.0) -> RankStack:
+def seen(text: str, cpu_s: float = 1.0, io_bytes: int = 0, **more: bool) -> RankStack:
     """Make what a rank answered."""
-    return RankStack(0, text, cpu_s)
+    return RankStack(0, text, cpu_s, io_bytes, **more)
 
 
 WAITS = seen(IN_COLLECTIVE["all_reduce"])
 MOVED = seen(IN_COLLECTIVE["all_reduce"].replace("line 52", "line 53"))
 WORKED = seen(IN_COLLECTIVE["all_reduce"], 1.0 + BUSY_CPU_S)
+SENT = seen(WAITS.text, io_bytes=BUSY_BYTES + len(WAITS.text))
+ANSWERED = seen(WAITS.text, io_bytes=len(WAITS.text))
+TRACED = seen(WAITS.text, is_traced=True)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,9 @@ WORKED = seen(IN_COLLECTIVE["all_reduce"], 1.0 + BUSY_CPU_S)
         pytest.param([0, 1], {0: WAITS, 1: WAITS}, {0: WAITS, 1: WAITS}, True, id="all wait"),
         pytest.param([0], {0: WAITS}, {0: MOVED}, False, id="it has moved"),
         pytest.param([0], {0: WAITS}, {0: WORKED}, False, id="it has worked"),
+        pytest.param([0], {0: WAITS}, {0: SENT}, False, id="it sends something large"),
+        pytest.param([0], {0: WAITS}, {0: ANSWERED}, True, id="it sent no more than its answer"),
+        pytest.param([0], {0: WAITS}, {0: TRACED}, False, id="a debugger holds it"),
         pytest.param([0], {0: WAITS}, {}, False, id="no second answer"),
         pytest.param([0], {}, {0: WAITS}, False, id="no first answer"),
         pytest.param([], {}, {}, False, id="nobody runs"),

@@ -1,0 +1,107 @@
+"""Stalls: when a gang counts as hung, what excuses it, and whom the others wait for. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prefect_torch_ddp.gang.caller.verdict.proof import is_debugged, is_in_collective
+from prefect_torch_ddp.protocol.agent import RankHeartbeat
+from prefect_torch_ddp.protocol.events import RankStack
+from prefect_torch_ddp.protocol.heartbeat import Phase
+
+WORKING_FACTOR = 10.0
+"""How many times the limit applies where long waits are usual, or while a rank works hard."""
+IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
+STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
+"""Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A gang without progress."""
+
+    behind: tuple[RankHeartbeat, ...]
+    """The ranks that have come least far, by their steps; stacks tell which the others wait for."""
+    ahead: tuple[RankHeartbeat, ...]
+    returned: tuple[RankHeartbeat, ...]
+    silent_s: float
+    is_hung: bool
+    """Whether nothing explains it any more; else it is only worth a warning."""
+
+
+def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bool) -> Stall | None:
+    """Judge a gang by the heartbeats of all its ranks; None where it moves or isn't watched yet."""
+    if any(rank.heartbeat.phase in (Phase.NONE, Phase.STARTING) for rank in ranks):
+        return None
+    if not (from_start or any(rank.heartbeat.armed for rank in ranks)):
+        return None
+    over = (Phase.RETURNED, Phase.ENDED)
+    running = [rank for rank in ranks if rank.heartbeat.phase not in over]
+    if not running:
+        return None
+    silent_s = min(rank.silent_s for rank in running)
+    if silent_s < limit_s:
+        return None
+    least = min(map(_progress_of, running))
+    behind = tuple(rank for rank in running if _progress_of(rank) == least)
+    return Stall(
+        behind=behind,
+        ahead=tuple(rank for rank in running if rank not in behind),
+        returned=tuple(rank for rank in ranks if rank not in running),
+        silent_s=silent_s,
+        is_hung=all(_is_over(rank, limit_s) for rank in behind),
+    )
+
+
+def _progress_of(rank: RankHeartbeat) -> tuple[int, bool]:
+    heartbeat = rank.heartbeat
+    return heartbeat.step, heartbeat.phase not in IN_BODY
+
+
+def _is_over(rank: RankHeartbeat, limit_s: float) -> bool:
+    """Tell whether nothing explains a rank's silence any more.
+
+    A rank that works hard may be in a long step; loading, compiling, saving, restoring and
+    validating may wait for long.
+    """
+    if rank.stopped:
+        return rank.silent_s >= limit_s
+    if rank.heartbeat.phase in STRICT:
+        return rank.idle_s >= limit_s or rank.silent_s >= WORKING_FACTOR * limit_s
+    return rank.idle_s >= WORKING_FACTOR * limit_s
+
+
+def excuse_for(stall: Stall, stacks: Mapping[int, RankStack], limit_s: float) -> str:
+    """Return what in the stacks explains a gang's silence; empty if nothing does.
+
+    A person holds a rank with a debugger, or those behind wait for a rank that is ahead of them and
+    may be at work for longer: it saves or validates, say, and will send them something.
+    """
+    held = [rank for rank, each in stacks.items() if each.is_traced or is_debugged(each.text)]
+    if held:
+        return f"rank {min(held)} is in a debugger"
+    texts = {rank: stack.text for rank, stack in stacks.items()}
+    working = [each for each in _absent(stall, texts) if not _is_over(each, limit_s)]
+    if working:
+        return f"the others wait for rank {working[0].rank}, which may still be at work"
+    return ""
+
+
+def _absent(stall: Stall, stacks: Mapping[int, str]) -> tuple[RankHeartbeat, ...]:
+    """Return the ranks for which those wait that are in a collective; none if all are in one.
+
+    They are those behind that are in none; or, where all behind wait, those ahead of them.
+    """
+    for ranks in (stall.behind, stall.ahead):
+        absent = [each for each in ranks if not is_in_collective(stacks.get(each.rank, ""))]
+        if absent:
+            return tuple(absent)
+    return ()
+
+
+def missing_by(stall: Stall, stacks: Mapping[int, str]) -> Stall:
+    """Return the stall with only those behind for which the others wait; as it is if all wait."""
+    missing = _absent(stall, stacks)
+    if not missing:
+        return stall
+    others = tuple(each for each in (*stall.ahead, *stall.behind) if each not in missing)
+    return replace(stall, behind=missing, ahead=others)
