@@ -93,6 +93,10 @@ class CheckpointError(PrefectTorchDdpError):
     """A checkpoint can't be written or restored; names the checkpoint and the object."""
 
 
+class ReplicasDifferError(CheckpointError):
+    """The ranks' models have drifted apart; names the tracked object, the tensor and the ranks."""
+
+
 class SupersededError(CheckpointError):
     """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
 

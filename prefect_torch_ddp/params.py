@@ -178,6 +178,9 @@ class CheckpointParams(Params):
     on_failure: Literal["warn", "fail"] = "warn"
     """What a training does if a checkpoint can't be written: warn and continue, or fail. The last
     one has to be written in any case."""
+    compare_replicas: bool = True
+    """Whether the ranks' weights are compared at each checkpoint. If they differ, it isn't written,
+    and the training goes back to the one before."""
 
 
 class ContextOptions(GangOptions, total=False):

@@ -6,10 +6,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     refuse_unshared,
     wait_for_report,
 )
+from prefect_torch_ddp.checkpoint.replicas import Comparison, Sketch, optimized, sketch
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -34,11 +35,12 @@ from prefect_torch_ddp.checkpoint.whole import refuse_sharded
 from prefect_torch_ddp.errors import (
     CheckpointError,
     InvalidParamsError,
+    ReplicasDifferError,
     StorageError,
     SupersededError,
 )
 
-FATAL = (SupersededError, InvalidParamsError)
+FATAL = (SupersededError, InvalidParamsError, ReplicasDifferError)
 """What ends a training whatever `on_failure` says: no later checkpoint would be better."""
 QUIET_S = 2.0
 """How long a step may wait for the previous checkpoint without a warning."""
@@ -57,6 +59,17 @@ class SaveCost:
     could run there meanwhile."""
     written_s: float
     """From its begin until it is complete and superfluous ones are deleted."""
+
+
+class _Snapshot(NamedTuple):
+    """What a rank's thread writes and compares of one save."""
+
+    states: dict[str, Any]
+    """Those that this rank writes, by name, on the CPU or on their way there."""
+    modules: frozenset[str]
+    tracked: list[str]
+    sketched: Sketch | None
+    stall_s: float
 
 
 class Checkpointer:
@@ -92,6 +105,7 @@ class Checkpointer:
         self._on_cost = on_cost
         self._staging = Staging()
         self._serializer = Serializer()
+        self._comparison = Comparison()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_warned = False
@@ -106,12 +120,16 @@ class Checkpointer:
         manifest: Manifest,
         objects: Mapping[str, Any],
         *,
+        wrapped: Collection[torch.nn.Module] = (),
         is_last: bool = False,
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
-        The manifest has no objects yet, and rank 0's counts. All ranks give the same objects in
-        one order. The last one may follow another of the same step.
+        Args:
+            manifest: has no objects yet, and rank 0's counts.
+            objects: what is tracked; all ranks give the same names in one order.
+            wrapped: the models whose gradients the ranks combine; see `sketch`.
+            is_last: it may follow another checkpoint of the same step.
 
         Raises:
             InvalidParamsError: an object's state couldn't be read back.
@@ -133,10 +151,17 @@ class Checkpointer:
         self._rank_store.set(f"begun/{self._rank}", str(turn))
         staged = self._stage(objects, manifest.world_size)
         staged[rank_name(self._rank)] = capture_generators()
+        sketched = None
+        if manifest.world_size > 1 and self._committer.policy.compare_replicas:
+            sketched = sketch(objects, wrapped)
+            sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
+        modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
+        stall_s = time.monotonic() - self._began_s
+        snapshot = _Snapshot(staged, frozenset(modules), list(objects), sketched, stall_s)
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(manifest, turn, staged, dict(objects), time.monotonic() - self._began_s),
+            args=(manifest, turn, snapshot),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )
@@ -192,32 +217,33 @@ class Checkpointer:
 
     def _share_of(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
         """Return the states that this rank writes."""
-        # In DDP buffers, such as BatchNorm's statistics, are rank 0's until the next forward
-        # pass: written by another rank, a resumed training would continue with others.
+        # Shared out is only what is known to be the same everywhere. Rank 0 writes what a forward
+        # pass changes, such as BatchNorm's statistics, and what it may be the only one to update,
+        # such as averaged weights.
+        trained = set(map(id, optimized(objects)))
         share = {}
         for i, (name, item) in enumerate(objects.items()):
-            if (0 if has_buffers(item) else i % world_size) == self._rank:
+            is_same = isinstance(item, torch.optim.Optimizer) or (
+                isinstance(item, torch.nn.Module)
+                and not has_buffers(item)
+                and trained.issuperset(map(id, item.parameters()))
+            )
+            if (i % world_size if is_same else 0) == self._rank:
                 share[name] = state_of(item)
                 refuse_sharded(name, share[name])
                 check_loadable(name, share[name])  # each time: it may hold other types by now
         return share
 
-    def _write_share(
-        self,
-        manifest: Manifest,
-        turn: int,
-        staged: dict[str, Any],
-        objects: Mapping[str, Any],
-        stall_s: float,
-    ) -> None:
+    def _write_share(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
         written: list[dict[str, Any]] = []
-        host, tracked = socket.gethostname(), list(objects)
-        report: dict[str, Any] = {"host": host, "tracked": tracked, "objects": written}
-        report |= {"error": None, "stall_s": stall_s}
+        report: dict[str, Any] = {"host": socket.gethostname(), "tracked": snapshot.tracked}
+        report |= {"objects": written, "error": None, "stall_s": snapshot.stall_s}
         try:
             self._staging.wait()
-            for name, state in staged.items():
-                is_module = isinstance(objects.get(name), torch.nn.Module)
+            if snapshot.sketched is not None:
+                report["replicas"] = snapshot.sketched.report()
+            for name, state in snapshot.states.items():
+                is_module = name in snapshot.modules
                 written.append(asdict(self._write(manifest, name, state, is_module=is_module)))
             self._written = {item["name"]: item["digest"] for item in written}
             self._before_commit()
@@ -227,7 +253,7 @@ class Checkpointer:
         try:
             report["cpu_s"] = time.thread_time()  # the thread began with this save
             if self._rank == 0:
-                self._commit(manifest, turn, report)
+                self._commit(manifest, turn, report, snapshot.sketched)
             else:
                 self._rank_store.set(f"written/{turn}/{self._rank}", json.dumps(report))
         except Exception as error:  # noqa: BLE001
@@ -245,13 +271,17 @@ class Checkpointer:
             raise StorageError(msg) from error
         return ManifestObject(name, key, len(data), digest_of(data), is_module)
 
-    def _commit(self, manifest: Manifest, turn: int, own: dict[str, Any]) -> None:
+    def _commit(
+        self, manifest: Manifest, turn: int, own: dict[str, Any], sketched: Sketch | None
+    ) -> None:
         reports = [own]
         try:
             for rank in range(1, manifest.world_size):
                 is_last = bool(turn % 2)
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
+            if sketched is not None:
+                self._comparison.check(sketched, [report["replicas"] for report in reports])
             if manifest.world_size > 1 and self._committer.last is None:
                 refuse_unshared(self._storage, manifest, reports)  # it is shared or it isn't
         except (CheckpointError, InvalidParamsError, StorageError) as error:

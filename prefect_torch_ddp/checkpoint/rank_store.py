@@ -28,7 +28,8 @@ LOOK_S = 30.0
 """For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 
 Report = Mapping[str, Any]
-"""A rank's `host`, the names `tracked` there, the `objects` that it wrote, its `error` or None."""
+"""A rank's `host`, the names `tracked` there, the `objects` that it wrote, its `error` or None; and
+what its `replicas` are compared by."""
 
 _num_rank_stores = itertools.count()
 
@@ -46,6 +47,10 @@ class KeyValueStore:
     def get(self, key: str) -> str | None:
         """Return a value, None where there is none yet; doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def drop(self, key: str) -> None:
+        """Forget a value."""
+        self._store.delete_key(key)
 
     def wait_for(
         self, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
@@ -104,6 +109,7 @@ def wait_for_report(
             "every rank, at the same step"
         )
         raise InvalidParamsError(msg)
+    rank_store.drop(f"written/{turn}/{rank}")  # or a long training would keep all of them
     report: dict[str, Any] = json.loads(text)
     return report
 

@@ -177,6 +177,7 @@ class RankContext:
             InvalidParamsError: `process_group` is of some of the ranks only; or the process group
                 isn't up.
         """
+        self._parts.tracker.wrapped.add(model)
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 
     def loader(  # noqa: PLR0913 - choices of a loader, by name
@@ -245,6 +246,8 @@ class RankContext:
 
         Args:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...
+                Weights that are trained have to be equal on all ranks, which each checkpoint
+                checks; of everything else rank 0's is kept.
 
         Raises:
             CheckpointError: an object isn't in the checkpoint, or doesn't fit.

@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from prefect_torch_ddp.checkpoint.attempts import record_end
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
@@ -26,6 +27,9 @@ from prefect_torch_ddp.rank.training import tracked
 from prefect_torch_ddp.rank.training.progress import TrainingState, warn_of_missed_save
 from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,8 @@ class Tracker:
         self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
         self._committer = Committer(*run, config.checkpoint, self._committed)
         self._checkpointer: Checkpointer | None = None
+        self.wrapped: WeakSet[nn.Module] = WeakSet()
+        """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
@@ -259,7 +265,8 @@ class Tracker:
             at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
             metrics, reports = self._reporter.of_checkpoint()
             manifest = Manifest(*at, self._info.world_size, metrics, reports=reports)
-            checkpointer.save(manifest, self._objects, is_last=is_last)
+            wrapped = list(self.wrapped)
+            checkpointer.save(manifest, self._objects, wrapped=wrapped, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         if self._num_passed and self._is_running_again:

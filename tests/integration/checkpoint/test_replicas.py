@@ -1,0 +1,112 @@
+"""Replicas that drift apart on real ranks are refused at the first checkpoint."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from tests.support.ranks import config_for, train_on
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Net(nn.Module):
+    """Two layers, the first of which may begin frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)).relu())
+
+
+def train(ctx: RankContext, how: str, epochs: int = 1) -> list[float]:
+    """Train as healthy programs do, or as those do whose replicas drift apart."""
+    torch.manual_seed(0)
+    net = Net()
+    net.body.requires_grad_(how != "unfrozen after wrap")
+    wrapped = ctx.wrap(net, broadcast_buffers=how != "own buffers")
+    called = {"the result of wrap dropped": net, ".module called": getattr(wrapped, "module", net)}
+    model = called.get(how, wrapped)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+    ctx.track(model=net, optimizer=optimizer, averaged=averaged)
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    loader = ctx.loader(TensorDataset(x, x.sum(1, keepdim=True)), global_batch_size=4)
+    for inputs, targets in ctx.steps(loader, epochs=epochs):
+        net.body.requires_grad_()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        if how == "two backward passes of one forward":
+            loss.backward(retain_graph=True)
+        loss.backward()
+        if how == "a step skipped by one rank" and (ctx.rank, ctx.step) == (1, 1):
+            continue
+        optimizer.step()
+        if ctx.rank == 0:
+            averaged.update_parameters(wrapped)
+        meddle(ctx, how, net)
+    return [each.sum().item() for each in net.parameters()]
+
+
+def meddle(ctx: RankContext, how: str, net: nn.Module) -> None:
+    """Flip one bit of a weight, once; or change running statistics on each rank."""
+    if how == "a flipped bit" and (ctx.rank, ctx.step, ctx.attempt) == (1, 2, 1):
+        chance, words = random.Random(2), net.body.weight.detach().view(torch.int32)
+        words[chance.randrange(4), chance.randrange(4)] ^= 1 << chance.randrange(31)
+    if how == "a forward pass after the step":
+        net(torch.randn(3, 4))
+
+
+DRIFTS = {
+    "the result of wrap dropped": "body.weight",
+    ".module called": "body.weight",
+    "two backward passes of one forward": "body.weight",
+    "unfrozen after wrap": "body.weight",
+    "a step skipped by one rank": "body.weight",
+    "a flipped bit": "body.weight",
+}
+
+
+@pytest.mark.parametrize("how", DRIFTS)
+def test_replicas_that_drift_apart_are_refused(tmp_path: Path, how: str) -> None:
+    """At the first checkpoint, with object, tensor and rank, and nothing is committed."""
+    config = config_for(tmp_path)
+    said = rf"ReplicasDifferError: .*'model' have drifted apart: {DRIFTS[how]} .*differs on rank 1 "
+    with pytest.raises(AssertionError, match=said):
+        train_on(2, config, train, how)
+    assert list_manifests(config.storage, "run") == []
+
+
+@pytest.mark.parametrize("how", ["right", "own buffers", "a forward pass after the step"])
+def test_healthy_trainings_are_let_alone(tmp_path: Path, how: str) -> None:
+    """Though buffers and averaged weights differ by rank; what is tracked is committed."""
+    config = config_for(tmp_path)
+    first, second = train_on(2, config, train, how)
+    assert first == second
+    assert [each.step for each in list_manifests(config.storage, "run")] == [2, 4]
+
+
+def test_the_next_attempt_goes_back_to_replicas_that_agreed(tmp_path: Path) -> None:
+    """A flipped bit doesn't come back: a restart ends with the undisturbed weights."""
+    (undisturbed, _) = train_on(2, config_for(tmp_path / "a"), train, "right", 2)
+    with pytest.raises(AssertionError, match="ReplicasDifferError"):
+        train_on(2, config_for(tmp_path / "b"), train, "a flipped bit", 2)
+    (again, _) = train_on(2, config_for(tmp_path / "b"), train, "a flipped bit", 2)
+    assert again == undisturbed
+
+
+def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
+    """For those who want it so; rank 0's or another rank's weights are saved."""
+    config = config_for(tmp_path)
+    policy: Any = config.checkpoint.model_copy(update={"compare_replicas": False})
+    first, second = train_on(2, replace(config, checkpoint=policy), train, ".module called")
+    assert first != second

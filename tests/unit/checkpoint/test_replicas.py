@@ -1,0 +1,213 @@
+"""Digests of replicas: what changes them, and what of the ranks' digests may differ."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from prefect_torch_ddp.checkpoint import replicas
+from prefect_torch_ddp.checkpoint.replicas import Comparison, sketch
+from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
+
+
+class Net(nn.Module):
+    """Weights of many kinds: large and small, odd sizes, dtypes, layouts, views, none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Parameter(torch.randn(301, 211))
+        self.small = nn.Parameter(torch.randn(7, 3))
+        self.short = nn.Parameter(torch.randn(40_001).bfloat16())
+        self.turned = nn.Parameter(torch.randn(120, 300).t())
+        self.waves = nn.Parameter(torch.randn(99, dtype=torch.complex64).conj())
+        self.view = nn.Parameter(torch.randn(50_001)[1:])  # begins within a word
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+        self.register_buffer("order", torch.randperm(30_000))
+
+    def flip(self, chance: random.Random) -> str:
+        """Flip one bit of one tensor; return its name."""
+        named = [*self.named_parameters(), *self.named_buffers()]
+        name, tensor = chance.choice([pair for pair in named if pair[1].numel()])
+        tensor = tensor.detach()
+        plain = torch.view_as_real(tensor.conj()) if tensor.is_conj() else tensor
+        place = tuple(chance.randrange(size) for size in plain.shape)
+        value = plain[place].clone().reshape(1).view(torch.uint8)
+        bit = 0 if plain.dtype is torch.bool else chance.randrange(8)
+        value[0 if plain.dtype is torch.bool else chance.randrange(len(value))] ^= 1 << bit
+        with torch.no_grad():
+            plain[place] = value.view(plain.dtype)[0]
+        return name
+
+
+def report_of(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -> Any:
+    """Return rank 0's sketch of the objects, and a rank's report of them."""
+    found = sketch(objects, wrapped or [])
+    return found, found.report()
+
+
+def test_every_flipped_bit_is_found() -> None:
+    """1,000 of 1,000, of parameters and buffers of any kind, each with its tensor's name."""
+    net, chance = Net(), random.Random(1)
+    own, report = report_of({"model": net})
+    names = own.tensors["model"].names
+    whole = report["digests"]["model"]
+    num_found = 0
+    for _ in range(1000):
+        flipped = copy.deepcopy(net)
+        name = flipped.flip(chance)
+        digests = report_of({"model": flipped})[1]["digests"]["model"]
+        pairs = zip(replicas._split(whole), replicas._split(digests), strict=True)
+        differing = [names[i] for i, (one, other) in enumerate(pairs) if one != other]
+        num_found += differing == [name]
+    assert num_found == 1000
+
+
+def test_the_layout_of_equal_weights_does_not_count() -> None:
+    """Only values, shape and dtype do."""
+    net, other = nn.Linear(300, 200), nn.Linear(300, 200)
+    with torch.no_grad():
+        other.weight.data = net.weight.detach().t().contiguous().t()
+        other.bias.copy_(net.bias)
+    first, second = (report_of({"model": each})[1]["digests"] for each in (net, other))
+    assert first == second
+    other.bias = nn.Parameter(other.bias.detach()[None])
+    assert report_of({"model": other})[1]["digests"] != first
+
+
+def test_orders_and_signs_count() -> None:
+    """A permutation and a change of all signs, which leave many a sum as it was, are found."""
+    net = nn.Linear(1, 1)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        net.register_buffer("x", torch.arange(1, 100_001).to(dtype))
+        before = report_of({"model": net})[1]["digests"]
+        for changed in (net.x[torch.randperm(100_000)], -net.x, net.x.roll(100_000 // 63)):
+            net.x, kept = changed, net.x
+            assert report_of({"model": net})[1]["digests"] != before
+            net.x = kept
+
+
+def test_what_has_no_values_yet_is_no_difference() -> None:
+    """Lazy modules before their first forward pass, weights on the meta device, sparse ones."""
+    lazy = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
+    lazy.register_buffer("sparse", torch.eye(2).to_sparse())
+    own, report = report_of({"model": lazy}, [lazy])
+    Comparison().check(own, [report, report_of({"model": lazy}, [lazy])[1]])
+
+
+def drifted(net: nn.Module) -> nn.Module:
+    """Return a copy whose first parameter is another."""
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    return other
+
+
+def compare(
+    first: dict[str, Any], *others: dict[str, Any], wrapped: tuple[str, ...] = (), **fields: Any
+) -> None:
+    """Compare what ranks track, of which rank 0 gave some to ctx.wrap; the last one with other
+    fields of its report."""
+    own, report = report_of(first, [first[name] for name in wrapped])
+    reports = [report, *(report_of(each)[1] for each in others)]
+    Comparison().check(own, [*reports[:-1], {**reports[-1], **fields}])
+
+
+@pytest.mark.parametrize("why", ["wrapped", "in a tracked optimizer", "has a gradient"])
+def test_a_replica_that_drifted_is_named(why: str) -> None:
+    """By object, tensor and rank, with the rank that most others don't agree with."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    other = {"model": drifted(net), "optimizer": optimizer}
+    if why == "has a gradient":
+        net(torch.ones(1, 2)).sum().backward()
+    same = {"model": net} if why != "in a tracked optimizer" else {"model": net, "opt": optimizer}
+    wrapped = ("model",) if why == "wrapped" else ()
+    said = r"replicas of 'model' have drifted apart: 0.weight differs on rank {} from the others"
+    with pytest.raises(ReplicasDifferError, match=said.format(1)):
+        compare(same, other, wrapped=wrapped)
+    with pytest.raises(ReplicasDifferError, match=said.format(2)):
+        compare(same, same, other, wrapped=wrapped)
+    with pytest.raises(ReplicasDifferError, match=said.format(0)):
+        apart = {**same, "model": drifted(net)}
+        apart["model"][0].weight.grad = net[0].weight.grad
+        compare({**apart, "opt": torch.optim.SGD(apart["model"].parameters())}, same, same)
+
+
+def test_other_parameters_on_some_ranks_are_refused() -> None:
+    """As is done with other names: a checkpoint has one rank's."""
+    with pytest.raises(InvalidParamsError, match=r"'model' differs .* 2 tensors on rank 0 and 5"):
+        compare({"model": nn.Linear(2, 2)}, {"model": nn.BatchNorm1d(2)})
+
+
+def averaging(net: nn.Module) -> dict[str, Any]:
+    """Track a model and its average, which this rank has updated."""
+    averaged = AveragedModel(net)
+    averaged.update_parameters(drifted(net))
+    return {"model": net, "ema": averaged}
+
+
+HEALTHY = {
+    "averaged weights that only rank 0 updates": (
+        lambda net: {"model": net, "ema": AveragedModel(net)},
+        averaging,
+    ),
+    "a copy of the model that only rank 0 averages": (
+        lambda net: {"model": net, "ema": copy.deepcopy(net)},
+        lambda net: {"model": net, "ema": drifted(net)},
+    ),
+    "running statistics": (
+        lambda net: {"model": nn.Sequential(net, nn.BatchNorm1d(4))},
+        lambda net: {"model": forward(nn.Sequential(net, nn.BatchNorm1d(4)))},
+    ),
+    "optimizers": (
+        lambda net: {"model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1)},
+        lambda net: {"model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.2)},
+    ),
+}
+
+
+def forward(net: nn.Module) -> nn.Module:
+    """Have a forward pass change the running statistics."""
+    with torch.no_grad():
+        net(torch.randn(8, 4))
+    return net
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_what_may_differ_raises_nothing(case: str) -> None:
+    """A healthy program's ranks agree in what they train, and in nothing else."""
+    net = nn.Linear(4, 4)
+    first, second = (make(net) for make in HEALTHY[case])
+    compare(first, second, wrapped=("model",))
+
+
+def test_what_may_differ_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Since the checkpoint has rank 0's."""
+    net = nn.Linear(2, 2)
+    own, report = report_of({"ema": net})
+    other = report_of({"ema": drifted(net)})[1]
+    comparison = Comparison()
+    for _ in range(2):
+        comparison.check(own, [report, report, other])
+    (said,) = caplog.messages
+    assert said.startswith(
+        "'ema' isn't the same on all ranks: weight differs on rank 2 from rank 0"
+    )
+
+
+def test_ranks_on_other_processors_may_differ_in_last_bits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That is no proof of a drift, so it is said and not refused."""
+    net = nn.Linear(2, 2)
+    tracked = [{"model": net}, {"model": drifted(net)}]
+    compare(*tracked, wrapped=("model",), computes_on="another processor, 3 threads")
+    assert "computes on another processor, device or number of threads" in caplog.text
