@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
+from prefect_torch_ddp.checkpoint.keys import object_key, rank_name, shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.objects import check_loadable, digest_of
 from prefect_torch_ddp.checkpoint.rank_store import (
@@ -31,7 +31,8 @@ from prefect_torch_ddp.checkpoint.serial import (
     has_buffers,
     state_of,
 )
-from prefect_torch_ddp.checkpoint.whole import refuse_sharded
+from prefect_torch_ddp.checkpoint.shards import OwnState
+from prefect_torch_ddp.checkpoint.whole import refuse_sharded, state_alone
 from prefect_torch_ddp.errors import (
     CheckpointError,
     InvalidParamsError,
@@ -106,6 +107,7 @@ class Checkpointer:
         self._staging = Staging()
         self._serializer = Serializer()
         self._comparison = Comparison()
+        self._num_saves = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_warned = False
@@ -153,7 +155,10 @@ class Checkpointer:
         staged[rank_name(self._rank)] = capture_generators()
         sketched = None
         if manifest.world_size > 1 and self._committer.policy.compare_replicas:
-            sketched = sketch(objects, wrapped)
+            # After more and more saves: in between they are asked for on the rank that writes only.
+            self._num_saves += 1
+            asks_states = self._num_saves.bit_count() == 1
+            sketched = sketch(objects, wrapped, asks_states=asks_states)
             sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
         modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
@@ -223,15 +228,18 @@ class Checkpointer:
         trained = set(map(id, optimized(objects)))
         share = {}
         for i, (name, item) in enumerate(objects.items()):
+            is_own = isinstance(item, OwnState)
             is_same = isinstance(item, torch.optim.Optimizer) or (
                 isinstance(item, torch.nn.Module)
                 and not has_buffers(item)
                 and trained.issuperset(map(id, item.parameters()))
             )
-            if (i % world_size if is_same else 0) == self._rank:
-                share[name] = state_of(item)
-                refuse_sharded(name, share[name])
-                check_loadable(name, share[name])  # each time: it may hold other types by now
+            if is_own or (i % world_size if is_same else 0) == self._rank:
+                is_quiet = is_own or isinstance(item, torch.nn.Module | torch.optim.Optimizer)
+                state = state_of(item) if is_quiet else state_alone(name, item)
+                refuse_sharded(name, state)
+                check_loadable(name, state)  # each time: it may hold other types by now
+                share[shard_name(name, self._rank) if is_own else name] = state
         return share
 
     def _write_share(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
@@ -243,8 +251,10 @@ class Checkpointer:
             if snapshot.sketched is not None:
                 report["replicas"] = snapshot.sketched.report()
             for name, state in snapshot.states.items():
+                found = self._write(manifest, name, state)
                 is_module = name in snapshot.modules
-                written.append(asdict(self._write(manifest, name, state, is_module=is_module)))
+                rank = None if name in snapshot.tracked else self._rank
+                written.append(asdict(replace(found, is_module=is_module, rank=rank)))
             self._written = {item["name"]: item["digest"] for item in written}
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
@@ -259,9 +269,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 
-    def _write(
-        self, manifest: Manifest, name: str, state: Any, *, is_module: bool
-    ) -> ManifestObject:
+    def _write(self, manifest: Manifest, name: str, state: Any) -> ManifestObject:
         key = object_key(manifest.run_id, manifest.step, manifest.attempt, name)
         data = self._serializer.to_view(state)
         try:
@@ -269,7 +277,7 @@ class Checkpointer:
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), digest_of(data), is_module)
+        return ManifestObject(name, key, len(data), digest_of(data))
 
     def _commit(
         self, manifest: Manifest, turn: int, own: dict[str, Any], sketched: Sketch | None

@@ -83,3 +83,8 @@ def owner_of(run_id: str, key: str) -> CheckpointId | None:
 def rank_name(rank: int) -> str:
     """Return the name of the object that holds a rank's random generators."""
     return f"rank-{rank:05d}"
+
+
+def shard_name(name: str, rank: int) -> str:
+    """Return the name of the shard that holds a rank's own state of an object."""
+    return f"{name}.{rank_name(rank)}"

@@ -24,15 +24,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """One object of a checkpoint."""
+    """One object of a checkpoint, or one shard of it."""
 
     name: str
+    """The tracked object's, or `shard_name`: no two of a checkpoint are the same."""
     key: str
     num_bytes: int
     digest: str
     """The BLAKE3 of its content."""
     is_module: bool = False
     """Whether its tensors are copied when it is restored; an optimizer keeps those it is given."""
+    rank: int | None = None
+    """Whose own state it is, the other ranks having theirs; None: it is the whole object."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import json
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.checkpoint.shards import uncovered
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -129,11 +129,12 @@ def check_reports(reports: Sequence[Report]) -> None:
         if report["error"]:
             msg = f"rank {rank}: {report['error']}"
             raise CheckpointError(msg)
-    written = Counter(item["name"] for report in reports for item in report["objects"])
-    if differing := [name for name in names if written[name] != 1]:
+    written = [(item["name"], item["rank"]) for report in reports for item in report["objects"]]
+    if name := uncovered(names, written, len(reports)):
         msg = (
-            f"the tracked object {differing[0]!r} differs between the ranks: it has buffers on "
-            "some of them only; build it alike on every rank"
+            f"the tracked object {name!r} differs between the ranks: it has buffers on some of "
+            "them only, or ctx.track on some and ctx.track_each on others; build and track it the "
+            "same way on every rank"
         )
         raise InvalidParamsError(msg)
 

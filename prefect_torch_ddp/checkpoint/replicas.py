@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model: digests of its tensors, taken at a save and compared.
+"""Whether all ranks hold the same: digests of tracked objects, taken at a save and compared.
 
 A rank sums each large tensor down to a 63rd during the step, which reads it once at the speed of
 memory, on the device where it is; a thread hashes the sums. A single flipped bit always changes
@@ -9,7 +9,7 @@ import functools
 import logging
 import platform
 from base64 import b64decode, b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from prefect_torch_ddp.checkpoint.serial import is_plain
+from prefect_torch_ddp.checkpoint.serial import NUMPYS, PYTHONS, is_plain
+from prefect_torch_ddp.checkpoint.shards import OwnState
+from prefect_torch_ddp.checkpoint.whole import state_alone
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a tracked module, in an order that is the same on all ranks."""
+    """The tensors of a tracked object, in an order that is the same on all ranks."""
 
     names: tuple[str, ...]
     trained: frozenset[int] = frozenset()
@@ -48,11 +50,13 @@ class Sketch:
     """The sums of a rank's tracked modules at a save; they may be on their way from a device."""
 
     tensors: dict[str, Tensors] = field(default_factory=dict)
-    """By the tracked object's name."""
+    """By the tracked object's name, as the next ones are."""
     layouts: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """Of each tensor its shape and dtype, and how many of the bytes are its own."""
     sums: Any = ()
-    """By the tracked object's name, the bytes of all its tensors: a nest for `Staging.copy`."""
+    """By the tracked object's name, bytes of all its tensors: a nest for `Staging.copy`."""
+    plain: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By the tracked object's name, digests of what isn't a tensor, for each entry of its state."""
     computes_on: str = ""
 
     def report(self) -> Report:
@@ -66,49 +70,113 @@ class Sketch:
                 found += hashed.digest(length=_DIGEST_BYTES)
                 start = end
             digests[name] = b64encode(found).decode()
-        return {"digests": digests, "computes_on": self.computes_on}
+        return {"digests": digests, "plain": self.plain, "computes_on": self.computes_on}
 
 
 @torch.no_grad()
-def sketch(objects: Mapping[str, Any], wrapped: Collection[nn.Module] = ()) -> Sketch:
-    """Sum up the tracked modules, as they are now.
+def sketch(
+    objects: Mapping[str, Any], wrapped: Collection[nn.Module] = (), *, asks_states: bool = True
+) -> Sketch:
+    """Sum up what is tracked, as it is now.
+
+    Parameters of wrapped models, of tracked optimizers, and all that have gradients are replicas:
+    each rank has to have the same. Others may be one rank's own, such as averaged weights that only
+    rank 0 updates. So may buffers: rank 0's count, and a forward pass changes others. What isn't a
+    tensor has to be the same too: a resumed run gives every rank rank 0's.
 
     Args:
         objects: what is tracked, by name.
         wrapped: the models whose gradients the ranks combine.
-
-    Parameters of these, of tracked optimizers, and all that have gradients are replicas: each rank
-    has to have the same. Others may be one rank's own, such as averaged weights that only rank 0
-    updates. So may buffers: rank 0's count, and a forward pass changes others.
+        asks_states: also look into objects that are neither modules nor optimizers, whose
+            `state_dict` may take long.
     """
     replicas = {id(each) for model in wrapped for each in model.parameters()}
     replicas |= {id(each) for each in optimized(objects)}
     found = Sketch(sums={}, computes_on=_computes_on(torch.get_num_threads()))
     for name, item in objects.items():
-        if not isinstance(item, nn.Module):
+        if isinstance(item, OwnState):
             continue
-        named: list[tuple[str, torch.Tensor]] = [*item.named_parameters()]
-        trained = {
-            i
-            for i, (_, each) in enumerate(named)
-            if id(each) in replicas or (each.is_leaf and each.grad is not None)
-        }
-        named += item.named_buffers()
-        parts: list[torch.Tensor] = []
-        layout = []
-        for _, tensor in named:
-            sums = _sums_of(tensor)
-            kind = f"{tuple(tensor.shape) if sums else ''}{tensor.dtype}"
-            layout.append((kind, sum(map(len, sums))))
-            parts += sums
-        found.layouts[name] = layout
-        found.tensors[name] = Tensors(tuple(each for each, _ in named), frozenset(trained))
-        # Of several devices each goes its way.
-        device = parts[0].device if parts else torch.device("cpu")
-        same = all(part.device == device for part in parts)
-        moved = parts if same else [part.cpu() for part in parts]
-        found.sums[name] = torch.cat(moved) if moved else torch.empty(0, dtype=torch.uint8)
+        if isinstance(item, nn.Module):
+            named: list[tuple[str, torch.Tensor]] = [*item.named_parameters()]
+            trained = {
+                i
+                for i, (_, each) in enumerate(named)
+                if id(each) in replicas or (each.is_leaf and each.grad is not None)
+            }
+            _sum_up(found, name, [*named, *item.named_buffers()], trained)
+        elif isinstance(item, torch.optim.Optimizer):
+            groups = enumerate(item.param_groups)
+            found.plain[name] = {
+                f"param_groups[{i}][{key!r}]": _digest_of(value)
+                for i, group in groups
+                for key, value in group.items()
+                if key != "params"
+            }
+        elif asks_states:
+            state = state_alone(name, item)
+            entries = state.items() if isinstance(state, dict) else [("", state)]
+            found.plain[name] = {str(key): _digest_of(value) for key, value in entries}
+            _sum_up(found, name, list(_tensors_in(state)))
     return found
+
+
+def _sum_up(
+    found: Sketch,
+    name: str,
+    named: Sequence[tuple[str, torch.Tensor]],
+    trained: Collection[int] = (),
+) -> None:
+    """Add the sums of an object's tensors."""
+    parts: list[torch.Tensor] = []
+    layout = []
+    for _, tensor in named:
+        sums = _sums_of(tensor)
+        kind = f"{tuple(tensor.shape) if sums else ''}{tensor.dtype}"
+        layout.append((kind, sum(map(len, sums))))
+        parts += sums
+    found.layouts[name] = layout
+    found.tensors[name] = Tensors(tuple(each for each, _ in named), frozenset(trained))
+    # Of several devices each goes its way.
+    is_together = len({part.device for part in parts}) == 1
+    moved = parts if is_together else [part.cpu() for part in parts]
+    found.sums[name] = torch.cat(moved) if moved else torch.empty(0, dtype=torch.uint8)
+
+
+def _tensors_in(state: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield place, state
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from _tensors_in(state[key], f"{place}.{key}" if place else str(key))
+    elif isinstance(state, list | tuple):
+        for i, value in enumerate(state):
+            yield from _tensors_in(value, f"{place}[{i}]")
+
+
+def _digest_of(value: Any) -> str:
+    """Return a digest of what isn't a tensor, and of the tensors' shapes and dtypes.
+
+    It is the same in every process: neither the order of a dict or set nor an address counts.
+    """
+    return blake3(_spelled_out(value).encode()).hexdigest(length=_DIGEST_BYTES)
+
+
+def _spelled_out(value: Any) -> str:
+    kind = type(value)
+    if kind in PYTHONS or kind in NUMPYS:
+        return repr(value.item() if kind in NUMPYS else value)
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, dict):
+        pairs = (f"{_digest_of(key)}: {_digest_of(each)}" for key, each in value.items())
+        return f"{{{', '.join(sorted(pairs))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_digest_of, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"set {sorted(map(_digest_of, value))}"
+    # Of others a text may show an address, or the rank's own device.
+    is_text = isinstance(value, float | str | bytes | bytearray | torch.dtype)
+    return f"{kind.__qualname__} {value!r}" if is_text else kind.__qualname__
 
 
 def optimized(objects: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -175,7 +243,8 @@ class Comparison:
             InvalidParamsError: a module has other tensors on some ranks.
             ReplicasDifferError: a replica differs, between ranks that compute on the same.
         """
-        for name, note in check_replicas(sketched.tensors, reports).items():
+        notes = _check_plain(sketched.plain, reports) | check_replicas(sketched.tensors, reports)
+        for name, note in notes.items():
             if name not in self._noted:
                 self._noted.add(name)
                 logger.warning(note)
@@ -203,6 +272,30 @@ def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) ->
     return notes
 
 
+def _check_plain(
+    plain: Mapping[str, Mapping[str, str]], reports: Sequence[Report]
+) -> dict[str, str]:
+    """Compare what isn't a tensor; return what differs between unlike processors, by object."""
+    notes = {}
+    for name, own in plain.items():
+        for rank, report in enumerate(reports):
+            other = report["plain"].get(name, {})
+            if own == other:
+                continue
+            key = next(key for key in [*own, *other] if own.get(key) != other.get(key))
+            what = (
+                f"the state of the tracked object {name!r} differs between the ranks: "
+                f"{key or 'it'} on rank {rank} isn't as on rank 0, and a resumed run gives every "
+                "rank rank 0's. Make and update it in the same way on every rank; or, if each "
+                f"rank's state is its own, call ctx.track_each({name}=...) instead of ctx.track"
+            )
+            if report["computes_on"] == reports[0]["computes_on"]:
+                raise InvalidParamsError(what)
+            notes[name] = what
+            break
+    return notes
+
+
 def _refuse_drifted(
     name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], places: Sequence[str]
 ) -> None:
@@ -216,7 +309,7 @@ def _refuse_drifted(
     if not odd:
         return
     first = next(iter(odd))
-    others = f" (as do {len(odd) - 1} more of its tensors)" if len(odd) > 1 else ""
+    others = f" (and {len(odd) - 1} more of its tensors)" if len(odd) > 1 else ""
     msg = (
         f"the replicas of {name!r} have drifted apart: {own.names[first]}{others} differs on "
         f"{spelled(odd[first])} from the others. Every rank has to make the same updates: "
@@ -250,7 +343,10 @@ def _note(
             "threads. If only the last bits differ, that is why; if not, the replicas have "
             "drifted apart"
         )
-    return f"{what} from rank 0, whose state every rank gets when the run resumes"
+    return (
+        f"{what} from rank 0, whose state every rank gets when the run resumes; "
+        f"ctx.track_each({name}=...) keeps each rank's"
+    )
 
 
 def spelled(ranks: Sequence[int]) -> str:

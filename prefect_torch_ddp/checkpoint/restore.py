@@ -13,6 +13,7 @@ from prefect_torch_ddp.checkpoint.keys import (
     CheckpointId,
     checkpoints_prefix,
     rank_name,
+    shard_name,
 )
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
@@ -24,6 +25,7 @@ from prefect_torch_ddp.checkpoint.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import load_state
+from prefect_torch_ddp.checkpoint.shards import OwnState, find_own
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -126,8 +128,14 @@ class Restorer:
         if manifest is None:
             return
         what = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
-        found = manifest.find(name)
+        is_own = isinstance(item, OwnState)
+        found = find_own(manifest, name, item) if is_own else manifest.find(name)
         if found is None:
+            begins_anew = is_own and item.begins_anew
+            if begins_anew and manifest.find(shard_name(name, 0)) is not None:
+                text = "%r begins anew: the %s has the states of %d ranks, and here are %d"
+                logger.warning(text, name, what, manifest.world_size, item.world_size)
+                return
             there = ", ".join(item.name for item in manifest.objects)
             msg = f"the {what} has no object {name!r}; it has {there}"
             if self.is_ours:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from prefect_torch_ddp.checkpoint.serial import state_of
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _COLLECTIVE = {
@@ -18,6 +20,7 @@ _COLLECTIVE = {
 }
 """Classes whose state_dict is a collective, or one rank's part. Called on one rank, as a checkpoint
 does, it waits for ever or ends the process by SIGABRT."""
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 WAY_OUT = (
     "save it with torch.distributed.checkpoint into a folder that all ranks see, as docs/limits.md "
     "shows, and track only what is whole on each rank"
@@ -51,6 +54,37 @@ def refuse_partial(name: str, item: Any) -> None:
 def refuse_sharded(name: str, state: Any) -> None:
     """Refuse a state that holds a sharded tensor, by InvalidParamsError with its place."""
     _refuse_first(name, _tensors(state, ""))
+
+
+def state_alone(name: str, item: Any) -> Any:
+    """Return an object's state, as one rank may ask for it.
+
+    Raises:
+        InvalidParamsError: its `state_dict` talks to other ranks, such as one that gathers a
+            sharded model. A checkpoint calls it on one rank, where it would wait for ever.
+    """
+    with _NoCollectives(name):
+        return state_of(item)
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at a collective, before it has begun."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if func.namespace in _COLLECTIVE_NAMESPACES:
+            call = func.__name__.partition(".")[0].rstrip("_")
+            why = f"its state_dict calls the collective {call}, and a checkpoint asks only one rank"
+            msg = f"{self._name!r} can't be tracked: {why}; {WAY_OUT}"
+            raise InvalidParamsError(msg)
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass comes first, with its own collectives
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_first(name: str, named: Iterator[tuple[str, Any]]) -> None:

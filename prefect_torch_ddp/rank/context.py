@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -253,6 +253,25 @@ class RankContext:
             CheckpointError: an object isn't in the checkpoint, or doesn't fit.
         """
         self._parts.tracker.track(objects)
+
+    def track_each(
+        self, *, on_other_world_size: Literal["refuse", "begin"] = "refuse", **objects: Any
+    ) -> None:
+        """Track objects whose state is each rank's own, such as a stateful loader.
+
+        Each rank's state is saved, and restored on the same rank. Of what `track` takes, every
+        rank gets the same state instead.
+
+        Args:
+            on_other_world_size: if the run resumes on another number of ranks, "refuse" raises,
+                and "begin" leaves the objects as they are, with a warning.
+            **objects: as for `track`; on every rank the same names.
+
+        Raises:
+            CheckpointError: the checkpoint has no such object, or it is of another number of
+                ranks, or doesn't fit.
+        """
+        self._parts.tracker.track_each(objects, begins_anew=on_other_world_size == "begin")
 
     def steps(self, loader: "RankLoader", *, epochs: int) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.checkpoint.export import export_models
 from prefect_torch_ddp.checkpoint.manifest import Manifest, best
+from prefect_torch_ddp.checkpoint.shards import OwnState
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, Stage
@@ -64,6 +65,25 @@ def unwrapped(item: Any) -> Any:
     return item
 
 
+def warn_of_groups(num_groups: dict[str, int], objects: Mapping[str, Any]) -> None:
+    """Note how many parameter groups each optimizer has; warn where it had another number.
+
+    A checkpoint with more of them doesn't fit an optimizer as it is at the start.
+    """
+    for name, item in objects.items():
+        groups = getattr(item, "param_groups", None)
+        if not isinstance(groups, list):
+            continue
+        known, num_groups[name] = num_groups.get(name, len(groups)), len(groups)
+        if known != len(groups):
+            text = (
+                "the tracked optimizer %r has %d parameter groups, and had %d when it was tracked: "
+                "its checkpoints from here on can't be resumed unless all groups are made before "
+                "ctx.track, with lr=0 for those that come later"
+            )
+            logger.warning(text, name, len(groups), known)
+
+
 def best_checkpoint(config: RankConfig, ended: TrainingState | None = None) -> Manifest | None:
     """Return the run's best checkpoint by its policy; None where that names no metric.
 
@@ -89,7 +109,9 @@ def export_tracked(
     is_best = config.evaluate_on == "best" and config.checkpoint.best_metric is not None
     chosen = best_checkpoint(config) if is_best else last
     names = [
-        name for name, item in objects.items() if name == "model" or isinstance(item, nn.Module)
+        name
+        for name, item in objects.items()
+        if (name == "model" or isinstance(item, nn.Module)) and not isinstance(item, OwnState)
     ]
     if chosen is None or not names:
         return {}

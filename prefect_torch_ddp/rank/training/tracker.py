@@ -17,7 +17,8 @@ from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_sto
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import restore_generators
-from prefect_torch_ddp.checkpoint.whole import refuse_partial
+from prefect_torch_ddp.checkpoint.shards import OwnState
+from prefect_torch_ddp.checkpoint.whole import refuse_partial, state_alone
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -69,6 +70,7 @@ class Tracker:
         self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
         self._committer = Committer(*run, config.checkpoint, self._committed)
         self._checkpointer: Checkpointer | None = None
+        self._num_groups: dict[str, int] = {}
         self.wrapped: WeakSet[nn.Module] = WeakSet()
         """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
 
@@ -78,15 +80,28 @@ class Tracker:
         tracked.check_trackable(objects, self._objects, stage, has_begun=self._has_begun)
         for name, item in objects.items():
             refuse_partial(name, item)
+        self._take({name: tracked.unwrapped(item) for name, item in objects.items()})
+
+    def track_each(self, objects: Mapping[str, Any], *, begins_anew: bool) -> None:
+        """Take objects whose state is each rank's own."""
+        stage = self._config.stage
+        tracked.check_trackable(objects, self._objects, stage, has_begun=self._has_begun)
+        info = self._info
+        own = (OwnState(each, info.rank, info.world_size, begins_anew) for each in objects.values())
+        self._take(dict(zip(objects, own, strict=True)))
+
+    def _take(self, objects: Mapping[str, Any]) -> None:
         with self._heartbeat.during(Phase.RESTORING):
             if self._restorer is None:
                 self._restorer = self._open()
-            bare = {name: tracked.unwrapped(item) for name, item in objects.items()}
-            for name, item in bare.items():
+            for name, item in objects.items():
                 self._restorer.restore(name, item)
                 if self._checkpointer is not None:  # not only at the first checkpoint
-                    check_loadable(name, item.state_dict())
-            self._objects.update(bare)  # or who catches an error would get it again at the end
+                    is_own = isinstance(item, OwnState)
+                    state = item.state_dict() if is_own else state_alone(name, item)
+                    check_loadable(name, state)
+            tracked.warn_of_groups(self._num_groups, objects)
+            self._objects.update(objects)  # or who catches an error would get it again at the end
             if self._config.trains and self._state.position.in_own_loop:
                 self._restore_generators(self._restorer)
 
@@ -259,6 +274,7 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = state.position._replace(in_own_loop=True)
+            tracked.warn_of_groups(self._num_groups, self._objects)
             self._clock.begin(time.monotonic())
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from tests.support.ranks import config_for, train_on
+from tests.support.tracked import Tracked, steps_over
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -110,3 +111,45 @@ def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
     policy: Any = config.checkpoint.model_copy(update={"compare_replicas": False})
     first, second = train_on(2, replace(config, checkpoint=policy), train, ".module called")
     assert first != second
+
+
+def read_on(ctx: RankContext, by: str) -> list[Any]:
+    """Track where each rank is in its own data, and a tensor it prefetched; read on in it."""
+    reader = Tracked({"position": 10 * ctx.rank, "batch": torch.full((2,), float(ctx.rank))})
+    if by == "track":
+        ctx.track(reader=reader)
+    else:
+        ctx.track_each(on_other_world_size=by, reader=reader)
+    for _ in steps_over(ctx, 24, size=6, epochs=ctx.attempt):
+        reader.value["position"] += 1
+    return [reader.value["position"], *reader.value["batch"].tolist()]
+
+
+def test_state_that_is_each_ranks_own_is_refused_in_track(tmp_path: Path) -> None:
+    """At the first checkpoint, with the object and the way out: every rank would get rank 0's."""
+    said = r"'reader' differs between the ranks: value on rank 1 .*call ctx.track_each\(reader="
+    with pytest.raises(AssertionError, match=said):
+        train_on(2, config_for(tmp_path), read_on, "track")
+
+
+def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
+    """By ctx.track_each; each rank's is in the checkpoint, as one shard of the object."""
+    config = config_for(tmp_path)
+    assert train_on(2, config, read_on, "refuse") == [[4, 0, 0], [14, 1, 1]]
+    names = [item.name for item in list_manifests(config.storage, "run")[-1].objects]
+    assert sorted(names) == ["rank-00000", "rank-00001", "reader.rank-00000", "reader.rank-00001"]
+    assert train_on(2, config_for(tmp_path), read_on, "refuse") == [[8, 0, 0], [18, 1, 1]]
+
+
+@pytest.mark.parametrize("choice", ["refuse", "begin"])
+def test_own_states_at_another_number_of_ranks(tmp_path: Path, choice: str) -> None:
+    """They are refused by name, or begin anew by choice."""
+    train_on(2, config_for(tmp_path), read_on, choice)
+    if choice == "refuse":
+        said = "'reader' was tracked by ctx.track_each on 2 ranks, and here are 3"
+        with pytest.raises(AssertionError, match=said):
+            train_on(3, config_for(tmp_path), read_on, choice)
+    else:
+        values = train_on(3, config_for(tmp_path), read_on, choice)
+        assert [value[1:] for value in values] == [[0, 0], [1, 1], [2, 2]]
+        assert [value[0] - 10 * rank for rank, value in enumerate(values)] == [4, 4, 4]

@@ -1,11 +1,14 @@
 """What is sharded over ranks is refused by name; and how to save it by hand all the same."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
 from prefect_torch_ddp.checkpoint.whole import refuse_partial, refuse_sharded
@@ -72,6 +75,39 @@ def test_a_collective_state_dict_is_refused_before_it_is_called() -> None:
     with pytest.raises(InvalidParamsError, match="whose state is spread over the ranks; save it"):
         refuse_partial("model", FullyShardedDataParallel(1, 1))
     refuse_partial("model", nn.Linear(1, 1))
+
+
+@dataclass
+class Gathering:
+    """An object whose state_dict talks to the other ranks, at once or later."""
+
+    model: nn.Module
+    gathers: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.gathers:
+            return {}
+        options = StateDictOptions(full_state_dict=True)
+        return get_model_state_dict(self.model, options=options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def track_gathering(ctx: RankContext, *, from_start: bool) -> None:
+    """Track such an object, and save."""
+    app = Gathering(sharded(ctx.world_size), from_start)
+    ctx.track(first=nn.Linear(1, 1), app=app)
+    app.gathers = True
+    ctx.checkpoint(force=True)
+
+
+@pytest.mark.parametrize("from_start", [True, False], ids=["in track", "at the save"])
+def test_a_state_dict_that_gathers_is_refused(tmp_path: Path, *, from_start: bool) -> None:
+    """Whatever its class, before the collective begins: one rank alone would wait for ever, or be
+    ended by SIGABRT."""
+    said = "'app' can't be tracked: its state_dict calls the collective all_gather"
+    with pytest.raises(AssertionError, match=said):
+        train_on(2, config_for(tmp_path), partial(track_gathering, from_start=from_start))
 
 
 def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:

@@ -11,7 +11,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from prefect_torch_ddp.checkpoint import replicas
 from prefect_torch_ddp.checkpoint.replicas import Comparison, sketch
+from prefect_torch_ddp.checkpoint.shards import OwnState
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
+from tests.support.tracked import Tracked
 
 
 class Net(nn.Module):
@@ -125,7 +127,7 @@ def test_a_replica_that_drifted_is_named(why: str) -> None:
     """By object, tensor and rank, with the rank that most others don't agree with."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    other = {"model": drifted(net), "optimizer": optimizer}
+    other = {"model": drifted(net), "opt": optimizer}
     if why == "has a gradient":
         net(torch.ones(1, 2)).sum().backward()
     same = {"model": net} if why != "in a tracked optimizer" else {"model": net, "opt": optimizer}
@@ -138,7 +140,8 @@ def test_a_replica_that_drifted_is_named(why: str) -> None:
     with pytest.raises(ReplicasDifferError, match=said.format(0)):
         apart = {**same, "model": drifted(net)}
         apart["model"][0].weight.grad = net[0].weight.grad
-        compare({**apart, "opt": torch.optim.SGD(apart["model"].parameters())}, same, same)
+        apart["opt"] = torch.optim.SGD(apart["model"].parameters(), 0.1)
+        compare(apart, *[{**same, "opt": optimizer}] * 2)
 
 
 def test_other_parameters_on_some_ranks_are_refused() -> None:
@@ -167,11 +170,33 @@ HEALTHY = {
         lambda net: {"model": nn.Sequential(net, nn.BatchNorm1d(4))},
         lambda net: {"model": forward(nn.Sequential(net, nn.BatchNorm1d(4)))},
     ),
-    "optimizers": (
-        lambda net: {"model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.1)},
-        lambda net: {"model": net, "optimizer": torch.optim.SGD(net.parameters(), 0.2)},
+    "an optimizer's moments": (
+        lambda net: {"optimizer": moments(net, 1.0)},
+        lambda net: {"optimizer": moments(net, 2.0)},
+    ),
+    "orders of keys, devices, unknown objects": (
+        lambda net: {"state": Tracked({"a": 1, "b": {"x", "y"}, "c": torch.device("cuda:0")})},
+        lambda net: {"state": Tracked({"c": torch.device("cuda:1"), "b": {"y", "x"}, "a": 1})},
+    ),
+    "tensors of an object of one's own": (
+        lambda net: {"shadow": Tracked([torch.zeros(3), {"x": torch.zeros(2)}])},
+        lambda net: {"shadow": Tracked([torch.ones(3), {"x": torch.ones(2)}])},
+    ),
+    "what track_each takes": (
+        lambda net: {"state": OwnState(Tracked(1), 0, 2)},
+        lambda net: {"state": OwnState(Tracked(2), 1, 2)},
     ),
 }
+
+
+def moments(net: nn.Module, scale: float) -> torch.optim.Optimizer:
+    """Make an optimizer with a state."""
+    optimizer = torch.optim.Adam(net.parameters())
+    for each in net.parameters():
+        each.grad = torch.full_like(each, scale)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
 def forward(net: nn.Module) -> nn.Module:
@@ -186,7 +211,7 @@ def test_what_may_differ_raises_nothing(case: str) -> None:
     """A healthy program's ranks agree in what they train, and in nothing else."""
     net = nn.Linear(4, 4)
     first, second = (make(net) for make in HEALTHY[case])
-    compare(first, second, wrapped=("model",))
+    compare(first, second, wrapped=("model",) if "model" in first else ())
 
 
 def test_what_may_differ_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -211,3 +236,32 @@ def test_ranks_on_other_processors_may_differ_in_last_bits(
     tracked = [{"model": net}, {"model": drifted(net)}]
     compare(*tracked, wrapped=("model",), computes_on="another processor, 3 threads")
     assert "computes on another processor, device or number of threads" in caplog.text
+
+
+DIFFERENT = {
+    "a position": (Tracked(5), Tracked(10), "value"),
+    "a number deep inside": (Tracked([{"x": (1, 2.5)}]), Tracked([{"x": (1, 2.25)}]), "value"),
+    "a type": (Tracked(1), Tracked(1.0), "value"),
+    "a text": (Tracked("a"), Tracked("b"), "value"),
+    "a tensor's shape": (Tracked(torch.zeros(2)), Tracked(torch.zeros(3)), "value"),
+    "a learning rate": (
+        torch.optim.SGD([torch.zeros(1)], lr=0.1),
+        torch.optim.SGD([torch.zeros(1)], lr=0.01),
+        r"param_groups\[0\]\['lr'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_is_no_tensor_has_to_be_the_same(case: str) -> None:
+    """Every rank would get rank 0's: refused with object, entry, rank and the way out."""
+    first, second, entry = DIFFERENT[case]
+    said = rf"'own' differs between the ranks: {entry} on rank 1 isn't .*ctx.track_each\(own="
+    with pytest.raises(InvalidParamsError, match=said):
+        compare({"own": first}, {"own": second})
+
+
+def test_states_are_asked_for_only_when_it_is_due() -> None:
+    """A `state_dict` may take long, and not every save needs it."""
+    found = sketch({"own": Tracked(1)}, asks_states=False)
+    assert (found.plain, found.tensors) == ({}, {})

@@ -106,6 +106,21 @@ def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None
         assert (ctx.step, resumed.value) == (2, 2)
 
 
+def test_an_optimizer_that_got_another_group_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, at the first save after that: a resume has to make all groups before it tracks."""
+    policy = CheckpointParams(every_steps=1, every_s=None)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+        ctx.track(optimizer=optimizer)
+        for _ in steps_over(ctx, 4):
+            if ctx.step == 3:
+                assert "parameter groups" not in caplog.text
+                optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+    assert caplog.text.count("'optimizer' has 2 parameter groups, and had 1 when it was") == 1
+
+
 # ---- The ledger.
 
 
