@@ -51,7 +51,8 @@ def _array(value: Any) -> str | None:
     if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None  # made of others
-        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        flat = whole.reshape(-1)  # which alone would keep a single dimension's stride
         content, about = flat.view(torch.uint8).numpy().data, value.requires_grad
     elif numpy and type(value) is numpy.ndarray and not value.dtype.hasobject:
         content, about = value.tobytes(), ""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from prefect_torch_ddp.tasks.digest import code_of
+from prefect_torch_ddp.tasks.digest import code_of, digest_of
 
 MODULE = """
 def made(epochs):
@@ -67,3 +68,23 @@ def test_code_that_holds_what_has_no_digest_is_unknown() -> None:
         return lock
 
     assert code_of(fit) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(4, 3)[:, 0],
+        torch.ones(6)[::2],
+        torch.ones(1).expand(5),
+        torch.tensor([True, False, True])[::2],
+        torch.arange(6.0).reshape(2, 3).T,
+    ],
+    ids=["a column", "every second", "expanded", "booleans", "turned"],
+)
+def test_how_a_tensor_lies_in_memory_does_not_count(tensor: torch.Tensor) -> None:
+    """A view that isn't contiguous has the digest of its copy; as a parameter and in a dict too."""
+    whole = tensor.clone(memory_format=torch.contiguous_format)
+    assert digest_of(tensor) == digest_of(whole)
+    assert digest_of({"x": torch.nn.Parameter(tensor, requires_grad=False)}) == digest_of(
+        {"x": torch.nn.Parameter(whole, requires_grad=False)}
+    )
