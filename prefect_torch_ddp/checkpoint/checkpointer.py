@@ -23,7 +23,14 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     refuse_unshared,
     wait_for_report,
 )
-from prefect_torch_ddp.checkpoint.replicas import Comparison, Sketch, optimized, sketch
+from prefect_torch_ddp.checkpoint.replicas import (
+    Comparison,
+    Sketch,
+    digests_of,
+    is_shared_state,
+    optimized,
+    sketch,
+)
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -107,6 +114,7 @@ class Checkpointer:
         self._staging = Staging()
         self._serializer = Serializer()
         self._comparison = Comparison()
+        self._at_first: dict[str, Mapping[str, str]] = {}  # by object, digests for a comparison
         self._num_saves = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -114,8 +122,17 @@ class Checkpointer:
         self._began_s = 0.0
         self._unsaid = ""  # the newest checkpoint, where only the log's details show it
         self._written: dict[str, str] = {}  # the digest of each object that this rank wrote last
+        self.resumes = False
+        """Whether the training continues from a checkpoint, so that its first one isn't its own."""
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
+
+    def check_tracked(self, name: str, item: Any) -> None:
+        """Refuse, by InvalidParamsError, an object whose state couldn't be read back."""
+        state = self._state_of(name, item)
+        check_loadable(name, state)
+        if is_shared_state(item):
+            self._at_first[name] = digests_of(state)
 
     def save(
         self,
@@ -158,7 +175,7 @@ class Checkpointer:
             # After more and more saves: in between they are asked for on the rank that writes only.
             self._num_saves += 1
             asks_states = self._num_saves.bit_count() == 1
-            sketched = sketch(objects, wrapped, asks_states=asks_states)
+            sketched = sketch(objects, wrapped, self._at_first, asks_states=asks_states)
             sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
         modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
@@ -235,12 +252,15 @@ class Checkpointer:
                 and trained.issuperset(map(id, item.parameters()))
             )
             if is_own or (i % world_size if is_same else 0) == self._rank:
-                is_quiet = is_own or isinstance(item, torch.nn.Module | torch.optim.Optimizer)
-                state = state_of(item) if is_quiet else state_alone(name, item)
+                state = self._state_of(name, item)
                 refuse_sharded(name, state)
                 check_loadable(name, state)  # each time: it may hold other types by now
                 share[shard_name(name, self._rank) if is_own else name] = state
         return share
+
+    @staticmethod
+    def _state_of(name: str, item: Any) -> Any:
+        return state_alone(name, item) if is_shared_state(item) else state_of(item)
 
     def _write_share(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
         written: list[dict[str, Any]] = []
@@ -289,7 +309,9 @@ class Checkpointer:
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
             if sketched is not None:
-                self._comparison.check(sketched, [report["replicas"] for report in reports])
+                is_first = not self.resumes and self._committer.last is None
+                found = [report["replicas"] for report in reports]
+                self._comparison.check(sketched, found, is_first=is_first)
             if manifest.world_size > 1 and self._committer.last is None:
                 refuse_unshared(self._storage, manifest, reports)  # it is shared or it isn't
         except (CheckpointError, InvalidParamsError, StorageError) as error:

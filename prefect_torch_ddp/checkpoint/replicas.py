@@ -12,8 +12,10 @@ from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch import nn
@@ -51,12 +53,16 @@ class Sketch:
 
     tensors: dict[str, Tensors] = field(default_factory=dict)
     """By the tracked object's name, as the next ones are."""
+    structures: dict[str, str] = field(default_factory=dict)
+    """By the module's name, a digest of its tensors' names and its parameters' shapes."""
     layouts: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     """Of each tensor its shape and dtype, and how many of the bytes are its own."""
     sums: Any = ()
     """By the tracked object's name, bytes of all its tensors: a nest for `Staging.copy`."""
     plain: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By the tracked object's name, digests of what isn't a tensor, for each entry of its state."""
+    """By the tracked object's name, what `digests_of` returns of what isn't a tensor."""
+    unchanged: list[str] = field(default_factory=list)
+    """Those of `plain` that are as they were when they were tracked."""
     computes_on: str = ""
 
     def report(self) -> Report:
@@ -70,23 +76,29 @@ class Sketch:
                 found += hashed.digest(length=_DIGEST_BYTES)
                 start = end
             digests[name] = b64encode(found).decode()
-        return {"digests": digests, "plain": self.plain, "computes_on": self.computes_on}
+        report = {"digests": digests, "structures": self.structures, "plain": self.plain}
+        return {**report, "unchanged": self.unchanged, "computes_on": self.computes_on}
 
 
 @torch.no_grad()
 def sketch(
-    objects: Mapping[str, Any], wrapped: Collection[nn.Module] = (), *, asks_states: bool = True
+    objects: Mapping[str, Any],
+    wrapped: Collection[nn.Module] = (),
+    at_first: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    *,
+    asks_states: bool = True,
 ) -> Sketch:
     """Sum up what is tracked, as it is now.
 
     Parameters of wrapped models, of tracked optimizers, and all that have gradients are replicas:
     each rank has to have the same. Others may be one rank's own, such as averaged weights that only
-    rank 0 updates. So may buffers: rank 0's count, and a forward pass changes others. What isn't a
-    tensor has to be the same too: a resumed run gives every rank rank 0's.
+    rank 0 updates. Buffers are left out: forward passes change them on each rank, and rank 0's
+    count. What isn't a tensor should be the same too: a resumed run gives every rank rank 0's.
 
     Args:
         objects: what is tracked, by name.
         wrapped: the models whose gradients the ranks combine.
+        at_first: the `digests_of` objects' states when they were tracked.
         asks_states: also look into objects that are neither modules nor optimizers, whose
             `state_dict` may take long.
     """
@@ -94,30 +106,48 @@ def sketch(
     replicas |= {id(each) for each in optimized(objects)}
     found = Sketch(sums={}, computes_on=_computes_on(torch.get_num_threads()))
     for name, item in objects.items():
-        if isinstance(item, OwnState):
-            continue
         if isinstance(item, nn.Module):
-            named: list[tuple[str, torch.Tensor]] = [*item.named_parameters()]
+            named = list(item.named_parameters())
             trained = {
                 i
                 for i, (_, each) in enumerate(named)
                 if id(each) in replicas or (each.is_leaf and each.grad is not None)
             }
-            _sum_up(found, name, [*named, *item.named_buffers()], trained)
+            _sum_up(found, name, named, trained)
+            names = [each for each, _ in (*named, *item.named_buffers())]
+            found.structures[name] = _digest_of([names, [kind for kind, _ in found.layouts[name]]])
         elif isinstance(item, torch.optim.Optimizer):
-            groups = enumerate(item.param_groups)
             found.plain[name] = {
                 f"param_groups[{i}][{key!r}]": _digest_of(value)
-                for i, group in groups
+                for i, group in enumerate(item.param_groups)
                 for key, value in group.items()
                 if key != "params"
             }
-        elif asks_states:
+        elif asks_states and is_shared_state(item):
             state = state_alone(name, item)
-            entries = state.items() if isinstance(state, dict) else [("", state)]
-            found.plain[name] = {str(key): _digest_of(value) for key, value in entries}
+            found.plain[name] = digests_of(state)
+            if found.plain[name] == at_first.get(name):
+                found.unchanged.append(name)
             _sum_up(found, name, list(_tensors_in(state)))
     return found
+
+
+def is_shared_state(item: Any) -> bool:
+    """Tell whether an object's state is compared by `digests_of` it."""
+    return not isinstance(item, OwnState | nn.Module | torch.optim.Optimizer)
+
+
+def digests_of(state: Any) -> dict[str, str]:
+    """Return digests of each entry of a state, of what isn't a tensor in it.
+
+    Each has two, divided by a space: the second one leaves out the values of floats. Many of
+    these may well differ by rank, such as times and running losses.
+    """
+    entries = state.items() if isinstance(state, dict) else [("", state)]
+    return {
+        str(key): f"{_digest_of(value)} {_digest_of(value, has_floats=False)}"
+        for key, value in entries
+    }
 
 
 def _sum_up(
@@ -135,7 +165,8 @@ def _sum_up(
         layout.append((kind, sum(map(len, sums))))
         parts += sums
     found.layouts[name] = layout
-    found.tensors[name] = Tensors(tuple(each for each, _ in named), frozenset(trained))
+    names = tuple(each for each, _ in named)
+    found.tensors[name] = Tensors(names, frozenset(trained))
     # Of several devices each goes its way.
     is_together = len({part.device for part in parts}) == 1
     moved = parts if is_together else [part.cpu() for part in parts]
@@ -153,27 +184,31 @@ def _tensors_in(state: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor
             yield from _tensors_in(value, f"{place}[{i}]")
 
 
-def _digest_of(value: Any) -> str:
+def _digest_of(value: Any, *, has_floats: bool = True) -> str:
     """Return a digest of what isn't a tensor, and of the tensors' shapes and dtypes.
 
     It is the same in every process: neither the order of a dict or set nor an address counts.
     """
-    return blake3(_spelled_out(value).encode()).hexdigest(length=_DIGEST_BYTES)
+    text = _spelled_out(value, has_floats=has_floats)
+    return blake3(text.encode()).hexdigest(length=_DIGEST_BYTES)
 
 
-def _spelled_out(value: Any) -> str:
+def _spelled_out(value: Any, *, has_floats: bool) -> str:
     kind = type(value)
+    digest = functools.partial(_digest_of, has_floats=has_floats)
+    if isinstance(value, float | complex | np.floating | np.complexfloating) and not has_floats:
+        return "a float"
     if kind in PYTHONS or kind in NUMPYS:
         return repr(value.item() if kind in NUMPYS else value)
     if isinstance(value, torch.Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, dict):
-        pairs = (f"{_digest_of(key)}: {_digest_of(each)}" for key, each in value.items())
+        pairs = (f"{digest(key)}: {digest(each)}" for key, each in value.items())
         return f"{{{', '.join(sorted(pairs))}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_digest_of, value))}]"
-    if isinstance(value, set | frozenset):
-        return f"set {sorted(map(_digest_of, value))}"
+    if isinstance(value, list | tuple | set | frozenset):
+        is_ordered = isinstance(value, list | tuple)
+        each = list(map(digest, value))
+        return f"[{', '.join(each)}]" if is_ordered else f"set {sorted(each)}"
     # Of others a text may show an address, or the rank's own device.
     is_text = isinstance(value, float | str | bytes | bytearray | torch.dtype)
     return f"{kind.__qualname__} {value!r}" if is_text else kind.__qualname__
@@ -221,6 +256,7 @@ def _computes_on(num_threads: int) -> str:
     except (OSError, StopIteration):
         pass
     parts = [processor, torch.backends.cpu.get_cpu_capability(), f"{num_threads} threads"]
+    parts.append(f"torch {torch.__version__}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.get_device_name())
     return ", ".join(parts)
@@ -232,18 +268,21 @@ class Comparison:
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
-    def check(self, sketched: Sketch, reports: Sequence[Report]) -> None:
+    def check(self, sketched: Sketch, reports: Sequence[Report], *, is_first: bool = True) -> None:
         """Refuse what differs and mustn't; log once for each object what may differ.
 
         Args:
             sketched: rank 0's.
             reports: of all ranks.
+            is_first: the training has no checkpoint yet: what is only suspicious is refused, since
+                nothing is lost by it. Later it is warned of.
 
         Raises:
-            InvalidParamsError: a module has other tensors on some ranks.
+            InvalidParamsError: a module has other tensors on some ranks; or a state differs.
             ReplicasDifferError: a replica differs, between ranks that compute on the same.
         """
-        notes = _check_plain(sketched.plain, reports) | check_replicas(sketched.tensors, reports)
+        notes = check_replicas(sketched.tensors, reports)
+        notes |= _check_plain(sketched, reports, is_first=is_first)
         for name, note in notes.items():
             if name not in self._noted:
                 self._noted.add(name)
@@ -254,15 +293,18 @@ def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) ->
     """Compare the reports of all ranks; return, by object, what differs and may do so."""
     notes = {}
     for name, own in tensors.items():
-        of_ranks = [_split(report["digests"].get(name, "")) for report in reports]
-        for rank, digests in enumerate(of_ranks):
-            if len(digests) != len(own.names):
+        structures = [report["structures"].get(name) for report in reports]
+        for rank, structure in enumerate(structures):
+            if structure != structures[0]:
                 msg = (
-                    f"the tracked object {name!r} differs between the ranks: it has "
-                    f"{len(own.names)} tensors on rank 0 and {len(digests)} on rank {rank}; build "
-                    "it the same way on every rank"
+                    f"the tracked object {name!r} differs between the ranks: its tensors on rank "
+                    f"{rank} have other names or shapes than on rank 0; build it the same way on "
+                    "every rank"
                 )
                 raise InvalidParamsError(msg)
+        of_ranks = [_split(report["digests"].get(name, "")) for report in reports]
+        if any(len(each) != len(own.names) for each in of_ranks):
+            continue  # no module: what isn't a tensor differs as well
         if all(digests == of_ranks[0] for digests in of_ranks):
             continue
         places = [report["computes_on"] for report in reports]
@@ -272,27 +314,38 @@ def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) ->
     return notes
 
 
-def _check_plain(
-    plain: Mapping[str, Mapping[str, str]], reports: Sequence[Report]
-) -> dict[str, str]:
-    """Compare what isn't a tensor; return what differs between unlike processors, by object."""
+def _check_plain(sketched: Sketch, reports: Sequence[Report], *, is_first: bool) -> dict[str, str]:
+    """Compare what isn't a tensor; return what is suspicious and not refused, by object."""
     notes = {}
-    for name, own in plain.items():
-        for rank, report in enumerate(reports):
-            other = report["plain"].get(name, {})
-            if own == other:
-                continue
-            key = next(key for key in [*own, *other] if own.get(key) != other.get(key))
-            what = (
-                f"the state of the tracked object {name!r} differs between the ranks: "
-                f"{key or 'it'} on rank {rank} isn't as on rank 0, and a resumed run gives every "
-                "rank rank 0's. Make and update it in the same way on every rank; or, if each "
-                f"rank's state is its own, call ctx.track_each({name}=...) instead of ctx.track"
-            )
-            if report["computes_on"] == reports[0]["computes_on"]:
-                raise InvalidParamsError(what)
-            notes[name] = what
-            break
+    for name, own in sketched.plain.items():
+        others = [report["plain"].get(name, {}) for report in reports]
+        # What only rank 0 changes, such as a history of what it evaluates, is its own.
+        differing = [
+            rank
+            for rank, other in enumerate(others)
+            if other != own and name not in reports[rank]["unchanged"]
+        ]
+        if not differing:
+            continue
+        rank, is_proved = differing[0], False
+        for each in differing:
+            # Of an optimizer floats count as well.
+            pairs = [(own.get(key, ""), others[each].get(key, "")) for key in [*own, *others[each]]]
+            is_same_place = reports[each]["computes_on"] == reports[0]["computes_on"]
+            if is_same_place and any(one.split()[-1:] != two.split()[-1:] for one, two in pairs):
+                rank, is_proved = each, True
+                break
+        other = others[rank]
+        key = next(key for key in [*own, *other] if own.get(key) != other.get(key))
+        what = (
+            f"the state of the tracked object {name!r} differs between the ranks: {key or 'it'} on "
+            f"rank {rank} isn't as on rank 0, and a resumed run gives every rank rank 0's. Make "
+            "and update it in the same way on every rank; or, if each rank's state is its own, "
+            f"call ctx.track_each({name}=...) instead of ctx.track"
+        )
+        if is_proved and is_first:
+            raise InvalidParamsError(what)
+        notes[name] = what
     return notes
 
 
@@ -315,7 +368,8 @@ def _refuse_drifted(
         f"{spelled(odd[first])} from the others. Every rank has to make the same updates: "
         "call what ctx.wrap returned, not the model given to it and not .module; make one backward "
         "pass for each forward pass, and the same steps on every rank; wrap a model again after "
-        "other parameters are to be trained. If all that is so, a memory or a device may have "
+        "other parameters are to be trained. If each rank trains a model of its own on purpose, "
+        f"call ctx.track_each({name}=...). If none of that is so, a memory or a device may have "
         "failed. checkpoint.compare_replicas=False turns this check off"
     )
     raise ReplicasDifferError(msg)

@@ -21,6 +21,7 @@ _COLLECTIVE = {
 """Classes whose state_dict is a collective, or one rank's part. Called on one rank, as a checkpoint
 does, it waits for ever or ends the process by SIGABRT."""
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+_ONLY_A_PART = "and a checkpoint would hold only one rank's part of it"
 WAY_OUT = (
     "save it with torch.distributed.checkpoint into a folder that all ranks see, as docs/limits.md "
     "shows, and track only what is whole on each rank"
@@ -89,21 +90,24 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _refuse_first(name: str, named: Iterator[tuple[str, Any]]) -> None:
     for place, tensor in named:
-        if num_ranks := _num_ranks(tensor):
-            what = f"{place or 'it'} is sharded over a mesh of {num_ranks} ranks"
-            why = f"{what}, and a checkpoint would hold only one rank's part of it"
-            msg = f"{name!r} can't be tracked: {why}; {WAY_OUT}"
+        if why := _trouble_with(tensor):
+            msg = f"{name!r} can't be tracked: {place or 'it'} {why}; {WAY_OUT}"
             raise InvalidParamsError(msg)
 
 
-def _num_ranks(value: Any) -> int:
-    """Return over how many ranks a tensor is spread; 0 for one that is here as a whole."""
+def _trouble_with(value: Any) -> str:
+    """Say why a checkpoint can't hold a tensor; nothing for one that is here as a whole."""
     if type(value).__name__ == "ShardedTensor":
-        return len(value.metadata().shards_metadata)
-    # DTensor, without loading torch.distributed.tensor. A mesh of one rank has all of it.
+        where = f"a mesh of {len(value.metadata().shards_metadata)} ranks"
+        return f"is sharded over {where}, {_ONLY_A_PART}"
+    # DTensor, without loading torch.distributed.tensor.
     mesh = getattr(value, "device_mesh", None)
-    num = 0 if mesh is None or not hasattr(value, "placements") else int(mesh.size())
-    return num if num > 1 else 0
+    if mesh is None or not hasattr(value, "placements"):
+        return ""
+    where = f"a mesh of {mesh.size()} rank{'s' if mesh.size() > 1 else ''}"
+    if mesh.size() > 1 and not all(each.is_replicate() for each in value.placements):
+        return f"is sharded over {where}, {_ONLY_A_PART}"
+    return f"is a DTensor on {where}, and a checkpoint holds plain tensors"
 
 
 def _tensors(state: Any, place: str) -> Iterator[tuple[str, Any]]:

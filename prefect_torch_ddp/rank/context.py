@@ -264,7 +264,8 @@ class RankContext:
 
         Args:
             on_other_world_size: if the run resumes on another number of ranks, "refuse" raises,
-                and "begin" leaves the objects as they are, with a warning.
+                and "begin" leaves the objects as they are, with a warning. A training whose gang
+                may grow or shrink needs "begin".
             **objects: as for `track`; on every rank the same names.
 
         Raises:

@@ -184,7 +184,8 @@ def _at_the_end(chance: Chance) -> Iterator[KillPoint]:
     """After the loop, and while the last checkpoint is written."""
     yield _point("loop-left", Kill(1, "left", rank=chance.rank()))
     for rank in range(2):
-        where = {"moment": chance.around(), "nth": chance.randrange(1, 4)}
+        # Rank 1 writes the optimizer and its generators.
+        where = {"moment": chance.around(), "nth": chance.randrange(1, 4 if rank == 0 else 3)}
         kill = Kill(1, "write", rank, key=LAST, **where)
         yield _point(f"last-save-on-{rank}", kill, **chance.plan())
     for moment in ("before", "after"):

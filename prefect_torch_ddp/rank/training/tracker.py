@@ -12,13 +12,12 @@ from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
-from prefect_torch_ddp.checkpoint.objects import check_loadable
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.checkpoint.shards import OwnState
-from prefect_torch_ddp.checkpoint.whole import refuse_partial, state_alone
+from prefect_torch_ddp.checkpoint.whole import refuse_partial
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -97,9 +96,7 @@ class Tracker:
             for name, item in objects.items():
                 self._restorer.restore(name, item)
                 if self._checkpointer is not None:  # not only at the first checkpoint
-                    is_own = isinstance(item, OwnState)
-                    state = item.state_dict() if is_own else state_alone(name, item)
-                    check_loadable(name, state)
+                    self._checkpointer.check_tracked(name, item)
             tracked.warn_of_groups(self._num_groups, objects)
             self._objects.update(objects)  # or who catches an error would get it again at the end
             if self._config.trains and self._state.position.in_own_loop:
@@ -245,6 +242,7 @@ class Tracker:
                 restorer = Restorer.follow(own, config.resume_from, store)
             writes = self._committer, self._reporter.flush, self._clock.note
             self._checkpointer = Checkpointer(rank, store, *writes)
+            self._checkpointer.resumes = restorer.manifest is not None
             self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
             self._state.adopt(manifest, is_ours=restorer.is_ours, had_ended=restorer.had_ended)

@@ -66,6 +66,36 @@ def test_a_sharded_tensor_deep_in_a_state_is_refused_at_the_save() -> None:
     assert said.startswith("'holder' can't be tracked: inner[0].0.weight is sharded over a mesh")
 
 
+def track_on_one(ctx: RankContext, how: str) -> str:
+    """Track a model whose tensors are spread over a mesh, though this rank has all of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    if ctx.world_size == 1:
+        torch.distributed.init_process_group(
+            store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    model = nn.Linear(4, 8)
+    if how == "replicated":
+        model = distribute_module(model, init_device_mesh("cpu", (ctx.world_size,)))
+    else:
+        model = sharded(ctx.world_size)
+    try:
+        ctx.track(model=model)
+    except InvalidParamsError as error:
+        return str(error)
+    return "it was tracked"
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [("sharded", 1), ("replicated", 2)])
+def test_a_dtensor_that_is_whole_is_refused_too(tmp_path: Path, how: str, num_ranks: int) -> None:
+    """A checkpoint couldn't be read without its mesh; and no word says that it is sharded."""
+    for said in train_on(num_ranks, config_for(tmp_path), track_on_one, how):
+        ranks = "1 rank" if num_ranks == 1 else "2 ranks"
+        assert f"weight is a DTensor on a mesh of {ranks}, and a checkpoint holds plain" in said
+        assert "sharded" not in said
+
+
 class FullyShardedDataParallel(nn.Linear):
     """Named as torch's, whose state_dict is a collective."""
 
