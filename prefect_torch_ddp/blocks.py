@@ -12,7 +12,7 @@ from prefect.utilities.importtools import from_qualified_name
 from prefect_torch_ddp.data.images.listing import digest_of_listing
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.locate import is_path, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
@@ -28,17 +28,32 @@ def resolve_storage(reference: str) -> Storage:
         InvalidParamsError: there is no such block, or no storage can be made of it; says what
             to do.
     """
-    match = re.fullmatch(r"([a-z0-9-]+)/([^/]+)", reference)
-    kind = match and _KINDS.get(match[1])
-    if not match or kind is None:
+    if not _is_block(reference):
         return storage_from_uri(reference)
-    class_name, convert = kind
-    block = _load(from_qualified_name(class_name), match[1], match[2])
+    kind, _, name = reference.partition("/")
+    class_name, convert = _KINDS[kind]
+    block = _load(from_qualified_name(class_name), kind, name)
     try:
         return convert(block, reference)
     except BadKeyError as error:
         msg = f"the block {reference} has a folder that can't be used: {error}"
         raise InvalidParamsError(msg) from error
+
+
+def absolute_reference(reference: str) -> str:
+    """Return what names the same storage in any folder, and for any user, of this file system.
+
+    Raises:
+        InvalidParamsError: it names a folder that can't be one.
+    """
+    if _is_block(reference) or not is_path(reference):
+        return reference
+    return storage_from_uri(reference).uri
+
+
+def _is_block(reference: str) -> bool:
+    match = re.fullmatch(r"([a-z0-9-]+)/[^/]+", reference)
+    return match is not None and match[1] in _KINDS
 
 
 def _load(block_class: type[Block], slug: str, name: str) -> Block:

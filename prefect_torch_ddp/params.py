@@ -3,6 +3,7 @@
 import inspect
 import ipaddress
 import math
+import os
 import re
 from collections.abc import Mapping
 from types import ModuleType
@@ -25,6 +26,20 @@ Determinism = Literal["default", "elastic"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _text_of_path(value: "str | os.PathLike[str]") -> str:
+    """Return a path as the text that names it, and not a Prefect block of the same letters."""
+    if not isinstance(value, os.PathLike):
+        return value
+    text = os.fspath(value)
+    # One with a colon may have been a URI, which is told so.
+    is_whole = text.startswith(("/", "~")) or ":" in text
+    return text if is_whole else f"./{text}"
+
+
+Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
+"""A path, a URI or a block that names a storage; a `pathlib.Path` is taken too."""
 
 
 def _place_in_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -186,7 +201,7 @@ class CheckpointParams(Params):
 class ContextOptions(GangOptions, total=False):
     """Options of a training by keyword, as `ddp_task` takes them; see ContextParams."""
 
-    storage: str
+    storage: str | os.PathLike[str]
     seed: int
     options: Mapping[str, Any]
     checkpoint: CheckpointParams
@@ -203,7 +218,7 @@ class ContextParams(GangParams):
     """A training is restarted as hung if no step advances for so many seconds, ten times as many
     while its ranks use the CPU or the disk. `report_progress()` counts as an advance. Empty:
     never."""
-    storage: Annotated[str, Field(min_length=1)] = "~/prefect-torch-ddp"
+    storage: Reference = "~/prefect-torch-ddp"
     """Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block
     (s3-bucket/name)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -272,7 +287,7 @@ class TrainParams(ContextParams):
     data_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the workload's prepare; part of its cache key, and seen by train and evaluate
     too."""
-    source: Annotated[str, Field(min_length=1)] | None = None
+    source: Reference | None = None
     """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs again
     when it changes."""
     cluster: ClusterParams = Field(default_factory=ClusterParams)

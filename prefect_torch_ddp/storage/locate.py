@@ -43,12 +43,11 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
         msg = "there are spaces around the storage's name; remove them"
         raise InvalidParamsError(msg)
     scheme, _, rest = uri.partition(":")
-    is_path = _scheme_of(uri) is None
-    if access and (is_path or scheme.lower() != "s3"):
-        kind = f"{uri} is a folder" if is_path else f"{scheme}: isn't S3"
+    if access and (is_path(uri) or scheme.lower() != "s3"):
+        kind = f"{uri} is a folder" if is_path(uri) else f"{scheme}: isn't S3"
         msg = f"{kind}; {', '.join(access)} belong to an s3:// URI"
         raise InvalidParamsError(msg)
-    if is_path:
+    if is_path(uri):
         return DirectoryStorage(Path(uri))
     make = _maker_of(scheme.lower()) if rest.startswith("//") else None
     if make is None:
@@ -56,6 +55,11 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
         msg = f"{scheme}: names no known storage; {way_out}"
         raise InvalidParamsError(msg)
     return make(uri, **access)
+
+
+def is_path(reference: str) -> bool:
+    """Return whether what names a storage is a path, and no URI."""
+    return _scheme_of(reference) is None
 
 
 def is_of_a_package(uri: str) -> bool:

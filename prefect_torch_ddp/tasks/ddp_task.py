@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
@@ -17,7 +18,7 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 
-from prefect_torch_ddp.blocks import resolve_storage
+from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
@@ -81,6 +82,9 @@ def ddp_task(
     from its newest checkpoint; see `run_key` for retries of the flow run. `with_options` takes the
     same options.
 
+    A test calls the function itself, in its own process and without Prefect or Dask:
+    `with RankContext.local() as ctx: fit.fn(ctx, ...)`.
+
     Args:
         fn: the function, when the decorator is written without parentheses.
         **options: Prefect's own task options (retries, retry_delay_seconds, tags,
@@ -94,7 +98,10 @@ def ddp_task(
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            value: R = or_cancelled(run_as_task, fn, args, kwargs)
+            if _brings_context(fn, args, kwargs):  # a test of the function, in one process
+                value: R = fn(*args, **kwargs)  # type: ignore[arg-type]
+            else:
+                value = or_cancelled(run_as_task, fn, args, kwargs)
             return value
 
         functools.update_wrapper(run, fn)
@@ -145,6 +152,12 @@ def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters[1:])
 
 
+def _brings_context(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call has the context already, which a task run is never given."""
+    first = next(iter(inspect.signature(fn).parameters))
+    return isinstance(args[0] if args else kwargs.get(first), RankContext)
+
+
 class GangTask(Task[P, R]):
     """A task whose function runs on ranks; its futures are watched.
 
@@ -169,13 +182,24 @@ class GangTask(Task[P, R]):
             task.cache_policy = _CachedTraining.of(self.cache_policy, params)
         return self
 
+    def _from_here(self) -> Self:
+        """Return the task for a call of now, which stores where its caller means."""
+        made = copy(self)
+        storage = absolute_reference(self.params.storage)
+        return made.with_params(self.params.model_copy(update={"storage": storage}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, as any task."""
+        return Task.__call__(self._from_here(), *args, **kwargs)
+
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        return watched(super().submit(*args, **kwargs), self.params.stop_grace_s)
+        future = Task.submit(self._from_here(), *args, **kwargs)
+        return watched(future, self.params.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
-        made: Any = super().map(*args, **kwargs)
+        made: Any = Task.map(self._from_here(), *args, **kwargs)
         made[:] = [watched(each, self.params.stop_grace_s) for each in made]
         return made
 
@@ -198,6 +222,7 @@ class _CachedTraining(CachePolicy):
 
     @classmethod
     def of(cls, inner: CachePolicy, params: TaskParams) -> Self:
+        inner = inner.inner if isinstance(inner, cls) else inner
         same = {"seed", "options", "determinism", "virtual_ranks", "world_size"}
         chosen = params.model_dump(include=same | {"resume_from", "run_key", "storage"})
         return cls(
@@ -216,9 +241,15 @@ class _CachedTraining(CachePolicy):
 def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the function on the ranks of this process's task run; return rank 0's value."""
     context = TaskRunContext.get()
-    assert context is not None
-    task = context.task
-    assert isinstance(task, GangTask)
+    task = None if context is None else context.task
+    if context is None or not isinstance(task, GangTask):
+        name = getattr(fn, "__name__", type(fn).__name__)
+        msg = (
+            f"{name}.fn was called without a RankContext: to run {name} in this process, as a test "
+            f"does, give it one, `with RankContext.local() as ctx: {name}.fn(ctx, ...)`; to train "
+            f"on a gang, call {name}(...) or {name}.submit(...) in a flow"
+        )
+        raise InvalidParamsError(msg)
     params = task.params
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit

@@ -200,6 +200,31 @@ def test_without_parentheses_it_takes_all_workers_and_any_argument(
 
 
 # What Prefect says of a task's log lines where there is no flow run to send them to.
+def test_a_relative_path_and_a_home_are_the_callers(
+    dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task's storage is where its caller's folder and home are, not its Dask worker's."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    @ddp_task(world_size=1)
+    def where(ctx: RankContext, lr: float) -> str:
+        ctx.save("note", f"lr {lr}")
+        return ctx.config.storage.uri
+
+    @flow(task_runner=on(dask_cluster))
+    def stores() -> list[str]:
+        relative, at_home = (where.with_options(storage=each) for each in ("runs", "~/mine"))
+        mapped = where.with_options(storage=Path("mapped")).map([0.5])
+        submitted = [relative.submit(0.5), at_home.submit(0.5), *mapped]
+        return [relative(0.5), *(each.result() for each in submitted)]
+
+    expected = [tmp_path / each for each in ("runs", "runs", "home/mine", "mapped")]
+    assert stores() == list(map(str, expected))
+    assert all(list(folder.rglob("note")) for folder in expected)
+
+
 @pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
 def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
     """The error names the flow, its runner and what to write, called and submitted, and outside

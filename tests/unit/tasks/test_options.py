@@ -1,5 +1,7 @@
 """Options: declared once, in the same words at every level, and refused by name."""
 
+import os
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -25,7 +27,8 @@ def test_each_option_can_be_given_by_keyword(options: Any, params: Any) -> None:
     """With the type of its declaration; `world_size` comes first where a gang is run."""
     declared, keywords = get_type_hints(params), get_type_hints(options)
     named = set(params.model_fields) - {"world_size"}
-    assert keywords == {name: declared[name] for name in named}
+    widened = {"storage": str | os.PathLike[str]} if "storage" in named else {}
+    assert keywords == {name: declared[name] for name in named} | widened
     assert set(TaskParams.model_fields) <= set(DdpTaskOptions.__annotations__)
 
 
@@ -75,6 +78,39 @@ def test_a_wrong_option_of_a_task_is_refused(options: dict[str, Any], says: str)
     made: Any = ddp_task(fit)
     with pytest.raises(InvalidParamsError, match=says):
         made.with_options(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        pytest.param(Path("/data/runs"), "/data/runs", id="absolute"),
+        pytest.param(Path("~/runs"), "~/runs", id="home"),
+        pytest.param(Path("s3-bucket/nightly"), "./s3-bucket/nightly", id="as_a_block_reads"),
+        pytest.param("s3-bucket/nightly", "s3-bucket/nightly", id="text"),
+    ],
+)
+def test_a_path_names_a_storage_and_never_a_block(given: Any, text: str) -> None:
+    """Options that name a storage take a `pathlib.Path`, at each level."""
+    made: Any = ddp_task(storage=given)(fit)
+    assert made.params.storage == text
+    params = TrainParams(storage=given, source=given)
+    assert (params.storage, params.source) == (text, text)
+
+
+def test_a_function_is_tested_by_its_own_call_with_a_context() -> None:
+    """`fn` runs in the calling process, given a RankContext by position or by name."""
+    made: Any = ddp_task(world_size=2)(fit)
+    with RankContext.local() as ctx:
+        assert made.fn(ctx, 0.5) == made.fn(ctx=ctx, lr=0.5) == 0.5
+        assert made.fn(ctx) == 0.1
+
+
+def test_a_function_called_without_a_context_names_both_ways() -> None:
+    """The one for a test, and the one for a gang."""
+    made: Any = ddp_task(world_size=2)(fit)
+    says = r"fit\.fn was called without a RankContext.* RankContext\.local\(\).* fit\.submit"
+    with pytest.raises(InvalidParamsError, match=says):
+        made.fn(0.5)
 
 
 def test_options_are_kept_and_changed() -> None:
