@@ -149,6 +149,10 @@ class AgentRefusedError(GangError):
     """Dask ran an agent a second time, or on a restarted worker; training isn't run twice."""
 
 
+class GangGrowsError(GangError):
+    """All ranks stopped and saved, so that the gang continues with more. Never leaves `gang`."""
+
+
 class AgentLostError(Exception):
     """An agent's worker is gone, or Dask dropped the agent. Never leaves `gang`."""
 

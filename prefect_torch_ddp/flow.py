@@ -18,12 +18,13 @@ from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_sto
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
+from prefect_torch_ddp.errors import TaskCancelled
+from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.cluster import (
+    cluster_lives,
     connect,
-    is_supervisor_loss,
     result_of,
     with_ranks_placed,
 )
@@ -161,16 +162,19 @@ def _train(
 ) -> TrainingSummary:
     # A Dask worker that dies under the task itself is out of reach of Prefect's retries, and costs
     # one of them all the same.
-    for left in reversed(range(run.params.retries + 1)):
+    left = run.params.retries
+    while True:
         try:
             return result_of(task.submit(run, dataset), run.params)
-        except (WorkerLostError, SchedulerLostError) as error:
-            if left == 0 or not is_supervisor_loss(error):
+        except TASK_LOSSES as error:
+            # A cluster that is lost may take a minute to tell: not asked in vain.
+            loss = TaskLoss(error, cluster_lives=left > 0 and cluster_lives())
+            if decide(loss, None, left).action is Action.RAISE:
                 raise
+            left -= 1
             get_run_logger().warning(
                 "%s; the training is submitted again and resumes from its newest checkpoint", error
             )
-    raise AssertionError
 
 
 def _check(params: TrainParams) -> Run:

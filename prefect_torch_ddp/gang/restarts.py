@@ -1,26 +1,30 @@
-"""The restarts of a gang within one call: which failures are tried again, and how often.
+"""The restarts of a gang within one call: its attempts, one after the other.
 
-The attempt log numbers the attempts and keeps how they failed.
+`policy` decides whether a failed one is followed by another. The attempt log numbers the attempts
+and keeps how they failed.
 """
 
 import logging
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from prefect_torch_ddp.errors import (
     CheckpointError,
     GangError,
-    GangHungError,
     NotEnoughWorkersError,
     PrefectTorchDdpError,
     RankFailedError,
     StorageError,
-    WorkerLostError,
 )
-from prefect_torch_ddp.gang.caller.growth import GangGrowsError
 from prefect_torch_ddp.gang.liveness import TimeBudget
+from prefect_torch_ddp.gang.policy import (
+    ATTEMPT_FAILURES,
+    Action,
+    AttemptFailure,
+    decide,
+    record_of,
+)
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -31,10 +35,8 @@ from prefect_torch_ddp.protocol.events import (
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
 
-RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError, GangGrowsError)
 FULL_SIZE_S = 10.0
 """How long a restart waits for all ranks, when there are workers for the fewest."""
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 class AttemptLog(Protocol):
@@ -133,8 +135,8 @@ class Restarts:
                 attempt = self._attempt_log.begin()
                 try:
                     return attempt_once(attempt)
-                except RESTARTABLE as error:
-                    self._decide(error, attempt)
+                except ATTEMPT_FAILURES as error:
+                    self._go_on_or_raise(error, attempt)
                     failed = error
                 finally:
                     self._say(self._keep_records(self._take_records()))
@@ -153,28 +155,28 @@ class Restarts:
             self._first_size = self._first_size or event.world_size
         self._on_event(event)
 
-    def _decide(self, error: GangError, attempt: int) -> None:
+    def _go_on_or_raise(self, error: GangError, attempt: int) -> None:
         """Return if the gang should run again; raise the error otherwise."""
-        saved_step = getattr(error, "saved_step", None) or 0
-        self.has_grown = grows = isinstance(error, GangGrowsError)
-        # Each move has to be worth it: no endless train of them.
-        is_move = grows or saved_step > self._moved_at
-        record = replace(record_of(error, attempt, self._world_size), is_move=is_move)
+        record = record_of(error, attempt, self._world_size, self._moved_at)
         before = self._put_on_record(error, record)
         self._on_event(record)
-        if is_move:
-            self._moved_at = max(saved_step, self._moved_at)
-            how = "grows" if grows else "moves to other workers"
-            self._say(f"{error}\nthe gang {how}, which costs no restart")
-            return
-        why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
-        if why_not is not None and isinstance(error, RankFailedError):
-            raise error.as_final(why_not)
-        if self.num_left == 0:
-            raise error
-        self.num_made += 1
-        again = f"restart {self.num_made} of {self._max_restarts}"
-        self._say(f"{error}\nthe gang is started again: {again}")
+        failure = AttemptFailure(error, record, self._attempt_log.knows_steps)
+        decision = decide(failure, before, self.num_left)
+        self.has_grown = decision.action is Action.GROW
+        match decision.action:
+            case Action.GROW:
+                self._say(f"{error}\nthe gang grows, which costs no restart")
+            case Action.MOVE:
+                self._moved_at = getattr(error, "saved_step", None) or self._moved_at
+                self._say(f"{error}\nthe gang moves to other workers, which costs no restart")
+            case Action.RESTART:
+                self.num_made += 1
+                again = f"restart {self.num_made} of {self._max_restarts}"
+                self._say(f"{error}\nthe gang is started again: {again}")
+            case Action.RAISE:
+                if decision.is_final and isinstance(error, RankFailedError):
+                    raise error.as_final(decision.why)
+                raise error
 
     def _put_on_record(self, error: GangError, record: FailureRecord) -> FailureRecord | None:
         """Bring ranks' records and the failure to the storage; return the failure before it.
@@ -216,39 +218,3 @@ class Restarts:
     def _say(self, text: str) -> None:
         if text:
             self._on_event(LogLine(NO_RANK, logging.WARNING, text))
-
-
-def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
-    """Make the record of a failed attempt."""
-    summary = str(error).splitlines()[0]
-    record = FailureRecord(attempt, world_size, summary, fingerprint=None, step=None)
-    if not isinstance(error, RankFailedError):
-        return record
-    failure = error.failure
-    record = replace(record, step=failure.step)
-    if failure.kind != "exception" or failure.is_collateral or failure.retryability == "transient":
-        return record
-    # An object without a __repr__ shows its address, which differs in each attempt.
-    fingerprint = _ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")
-    return replace(record, fingerprint=fingerprint)
-
-
-def why_hopeless(
-    error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
-) -> str | None:
-    """Say why another attempt would end in the same way; None where it might not."""
-    if not isinstance(error, RankFailedError):
-        return None
-    name = error.failure.exception_type.rpartition(".")[2]
-    if error.failure.retryability == "hopeless":
-        until = "until code, installation or parameters are changed"
-        return f"a failure by {name} comes back at every attempt {until}"
-    if before is None or now.fingerprint is None:
-        return None
-    if (now.fingerprint, now.step) != (before.fingerprint, before.step):
-        return None
-    if now.step is None and not knows_steps:
-        return None
-    where = "before the first step" if now.step is None else f"at step {now.step}"
-    why = "it comes from the code or its input, not from chance"
-    return f"the same {name} {where} ended attempt {before.attempt} too, so {why}"

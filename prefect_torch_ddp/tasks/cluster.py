@@ -24,7 +24,6 @@ from prefect_torch_ddp.errors import (
     InvalidParamsError,
     SchedulerLostError,
     StorageError,
-    SupervisorLostError,
     TaskCancelled,
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
@@ -225,10 +224,8 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
 
 
-def is_supervisor_loss(error: Exception) -> bool:
-    """Whether a task was lost with its worker while its cluster lives: submit it again."""
-    if not isinstance(error, SupervisorLostError | SchedulerLostError):
-        return False
+def cluster_lives() -> bool:
+    """Whether the scheduler of the flow's cluster still answers, so that it takes a task again."""
     client = _runner().client
     scheduler: Any = client.scheduler
     limit_s = liveness_timeout_s()

@@ -17,6 +17,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
@@ -37,13 +38,14 @@ from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished
-from prefect_torch_ddp.tracking.recorder import RunRecorder, is_final
+from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import weights_from
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt may end better."""
-    return not is_final(state.result(raise_on_failure=False))
+    """Tell Prefect, which asks only if retries are left, whether another attempt may end better."""
+    error: Any = state.result(raise_on_failure=False)
+    return decide(TaskFailure(error), None, left=1).action is Action.RESTART
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:

@@ -13,14 +13,10 @@ from prefect.exceptions import TerminationSignal
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import (
     GangCancelledError,
-    InvalidParamsError,
-    NewerFormatError,
-    RankFailedError,
-    SchedulerLostError,
     SupersededError,
     TaskCancelled,
-    VersionConflictError,
 )
+from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     CheckpointCommitted,
@@ -43,14 +39,6 @@ from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.description import plain_value, split_of
 from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
-FINAL = (
-    GangCancelledError,
-    InvalidParamsError,
-    NewerFormatError,
-    SchedulerLostError,
-    SupersededError,
-    VersionConflictError,
-)
 CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 MAX_CAUSE = 500
 NO_WORD = "its process ended without a word"
@@ -271,20 +259,10 @@ class RunRecorder:
         )
 
 
-def is_final(error: BaseException) -> bool:
-    """Tell whether another attempt would end in the same way, or nobody wants one."""
-    if isinstance(error, RankFailedError) and error.why_final is not None:
-        return True
-    if isinstance(error, FINAL):
-        return True
-    return isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
-
-
 def _is_last(error: BaseException) -> bool:
     context = TaskRunContext.get()
-    if context is None or context.task_run.run_count > context.task.retries:
-        return True
-    return is_final(error)
+    num_left = context.task.retries + 1 - context.task_run.run_count if context else 0
+    return decide(TaskFailure(error), None, num_left).action is Action.RAISE
 
 
 def _cause_of(error: BaseException | None) -> str:

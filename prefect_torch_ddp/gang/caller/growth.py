@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, PrefectTorchDdpError
+from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.gang.caller.placement import GangSize, rank_addresses
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.workers import free_workers
@@ -25,10 +25,6 @@ from prefect_torch_ddp.protocol.events import (
 
 LOOK_EVERY_S = 5.0
 """The least time between two looks for free workers, however often checkpoints are written."""
-
-
-class GangGrowsError(GangError):
-    """All ranks have stopped and saved, so that the gang can go on with more of them."""
 
 
 @dataclass

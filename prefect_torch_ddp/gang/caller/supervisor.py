@@ -12,6 +12,7 @@ from prefect_torch_ddp.errors import (
     AgentRefusedError,
     GangCancelledError,
     GangError,
+    GangGrowsError,
     SchedulerLostError,
     WorkerLostError,
 )
@@ -20,7 +21,7 @@ from prefect_torch_ddp.gang.caller.agent_client import (
     CLEAR_TIMEOUT_S,
     AgentClient,
 )
-from prefect_torch_ddp.gang.caller.growth import GangGrowsError, Growth
+from prefect_torch_ddp.gang.caller.growth import Growth
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import StopSwitch
