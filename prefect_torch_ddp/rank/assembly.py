@@ -14,11 +14,10 @@ from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtua
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
-from prefect_torch_ddp.rank.failure import advise
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.main import default_to_fork
 from prefect_torch_ddp.rank.training.progress import TrainingState
 from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
+from prefect_torch_ddp.rank.user_code import advise, default_to_fork
 from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 

@@ -16,7 +16,7 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
-from prefect_torch_ddp.rank.main import resolve
+from prefect_torch_ddp.rank.user_code import resolve
 from prefect_torch_ddp.results import DatasetReport, Report
 
 M = TypeVar("M", bound=BaseModel)

@@ -122,7 +122,7 @@ def _is_fork_server(process: psutil.Process) -> bool:
     forks: those are ddp-rank-<n>."""
     with contextlib.suppress(psutil.Error):
         is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-fork-server"
-        return "prefect_torch_ddp.rank.fork_server" in process.cmdline() and not is_rank
+        return "prefect_torch_ddp.rank.process.fork_server" in process.cmdline() and not is_rank
     return False
 
 

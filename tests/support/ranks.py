@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.failure import is_collateral
+from prefect_torch_ddp.rank.process.failure import is_collateral
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.waiting import HANG_S

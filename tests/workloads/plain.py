@@ -207,7 +207,8 @@ def meet_after_rank_0_returned() -> int:
 def kill_worker_at_exit() -> int:
     """Return, and kill the Dask worker from the rank's exit handlers, while the worker still
     has the value to hand over."""
-    server = "prefect_torch_ddp.rank.fork_server"  # there may be two between rank and worker
+    # There may be two between rank and worker.
+    server = "prefect_torch_ddp.rank.process.fork_server"
     above = (each for each in psutil.Process().parents() if server not in each.cmdline())
     atexit.register(os.kill, next(above).pid, signal.SIGKILL)
     return 8

@@ -88,7 +88,7 @@ def linger_if_told(ctx: RankContext, stage: str) -> None:
 def dask_worker_of(rank_pid: int) -> int:
     """Return the Dask worker's pid: the parent of the fork server, or of a fresh rank."""
     parent = psutil.Process(rank_pid).parent()
-    while parent is not None and "prefect_torch_ddp.rank.fork_server" in parent.cmdline():
+    while parent is not None and "prefect_torch_ddp.rank.process.fork_server" in parent.cmdline():
         parent = parent.parent()
     assert parent is not None
     return parent.pid

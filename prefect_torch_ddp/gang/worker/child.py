@@ -87,7 +87,7 @@ def start_fresh(files: RankFiles, environment: dict[str, str]) -> Child:
     """
     own = [str(fd) for fd in files.own()]
     process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-        [sys.executable, "-m", "prefect_torch_ddp.rank.main", *own, str(os.getpid())],
+        [sys.executable, "-m", "prefect_torch_ddp.rank.process.main", *own, str(os.getpid())],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=files.stdout,

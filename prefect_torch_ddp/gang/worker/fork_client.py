@@ -59,7 +59,7 @@ class ForkServer:
     def start(cls) -> Self:
         """Start one with torch alone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
+        module, fd = "prefect_torch_ddp.rank.process.fork_server", theirs.fileno()
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
                 [sys.executable, "-m", module, str(fd), str(IDLE_S)],

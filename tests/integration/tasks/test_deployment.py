@@ -56,7 +56,9 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     begin(params_of(tmp_path))
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
     above = {parent for rank in ranks for parent in rank.parents()}
-    servers = [each for each in above if "prefect_torch_ddp.rank.fork_server" in each.cmdline()]
+    servers = [
+        each for each in above if "prefect_torch_ddp.rank.process.fork_server" in each.cmdline()
+    ]
     assert servers
     wait_for_checkpoint(tmp_path)
     prefect("flow-run", "cancel", str(newest_run()[0]))

@@ -35,12 +35,12 @@ from prefect_torch_ddp.protocol.rank import (
     RankFiles,
     is_installed,
 )
-from prefect_torch_ddp.rank.main import (
+from prefect_torch_ddp.rank.process.main import (
     adopt_orphans,
-    default_to_fork,
     name_process,
     run_rank,
 )
+from prefect_torch_ddp.rank.user_code import default_to_fork
 
 MAX_FDS = 8
 SWEEP_TIMEOUT_S = 2.0

@@ -17,8 +17,13 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     UnpicklableValueError,
 )
-from prefect_torch_ddp.rank import main
-from prefect_torch_ddp.rank.failure import describe, is_collateral, pickle_value, retryability_of
+from prefect_torch_ddp.rank.process import main
+from prefect_torch_ddp.rank.process.failure import (
+    describe,
+    is_collateral,
+    pickle_value,
+    retryability_of,
+)
 from prefect_torch_ddp.rank.training.agreement import Agreement, Want, end_of, outside_after
 
 GLOO = (

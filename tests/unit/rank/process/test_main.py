@@ -14,7 +14,7 @@ from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import AgentLink
-from prefect_torch_ddp.rank.main import default_to_fork
+from prefect_torch_ddp.rank.user_code import default_to_fork
 from tests.support.launches import launch_of
 from tests.support.waiting import HANG_S
 

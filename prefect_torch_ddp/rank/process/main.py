@@ -1,8 +1,6 @@
 """The main of a rank process: from its launch page to its outcome, fresh or forked."""
 
 import ctypes
-import importlib
-import multiprocessing.context
 import multiprocessing.process
 import os
 import pickle
@@ -13,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
-from prefect_torch_ddp.rank.ending import finish, flush_files, join_threads
-from prefect_torch_ddp.rank.failure import describe, pickle_value
 from prefect_torch_ddp.rank.link import AgentLink, set_link
-from prefect_torch_ddp.rank.logs import keep_ours_enabled, leave_root_to_script, show_output
+from prefect_torch_ddp.rank.process.ending import finish, flush_files, join_threads
+from prefect_torch_ddp.rank.process.failure import describe, pickle_value
+from prefect_torch_ddp.rank.process.logs import keep_ours_enabled, leave_root_to_script, show_output
+from prefect_torch_ddp.rank.user_code import default_to_fork, resolve
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
 LINGER_S = 2.0
@@ -27,7 +25,7 @@ LINGER_S = 2.0
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one rank in a fresh process, by `python -m prefect_torch_ddp.rank.main`."""
+    """Run one rank in a fresh process, by `python -m prefect_torch_ddp.rank.process.main`."""
     launch_fd, *fds, parent_pid = map(int, arguments)
     run_rank(fds, parent_pid, *LaunchPage.read(launch_fd))
 
@@ -101,20 +99,6 @@ def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str
     return resolve(fn)(*args, **kwargs)
 
 
-def resolve(reference: str) -> Any:
-    """Import what `package.module` or `package.module:object.attribute` names."""
-    module_name, _, qualname = reference.partition(":")
-    target: Any = importlib.import_module(module_name)
-    for part in filter(None, qualname.split(".")):
-        try:
-            target = getattr(target, part)
-        except AttributeError as error:
-            form = "write it as package.module or package.module:object"
-            msg = f"{reference!r}: {target!r} has no {part!r}; {form}"
-            raise InvalidParamsError(msg) from error
-    return target
-
-
 def _run_script(path: str, args: Sequence[Any]) -> None:
     """Run a script as torchrun does; exit code 0 is success."""
     sys.argv = [path, *map(str, args)]
@@ -146,16 +130,6 @@ def die_with(parent_pid: int) -> None:
 
 def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value)
-
-
-def default_to_fork() -> None:
-    """Have DataLoader workers forked where the user chooses no start method.
-
-    From Python 3.14 on they would be started by a fork server, which a dataset defined in a
-    script or a notebook can't reach. Not set_start_method: the user's own call would raise.
-    """
-    default: Any = multiprocessing.context._default_context  # noqa: SLF001
-    default._default_context = multiprocessing.get_context("fork")  # noqa: SLF001
 
 
 def _set_scratch(scratch: Path) -> None:

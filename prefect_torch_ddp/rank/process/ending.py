@@ -28,7 +28,7 @@ THREADS_NOTE_S = 10.0
 """After how long the log names the threads that a rank waits for at its end."""
 _NATIVE = ("_io", "io")
 """Modules of the classes of files whose buffers are flushed; others may write more on a close."""
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
 def join_threads() -> None:

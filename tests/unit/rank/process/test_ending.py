@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import tests.workloads.plain
-from prefect_torch_ddp.rank import ending, main
+from prefect_torch_ddp.rank.process import ending, main
 
 
 def test_threads_that_a_rank_waits_for_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from prefect_torch_ddp.errors import (
     UnpicklableValueError,
 )
 from prefect_torch_ddp.protocol.events import MAX_TEXT, RankFailure, Retryability
+from prefect_torch_ddp.rank.user_code import advise, text_of
 
 # What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and
 # raising peers on torch 2.11 to 2.15.
@@ -41,34 +42,9 @@ _TRANSIENT_TEXT = re.compile(
     r"DataLoader worker .* (is killed|exited unexpectedly)",
     re.IGNORECASE | re.DOTALL,
 )
-_BARE = (
-    "on one rank, and under elastic determinism, ctx.wrap returns the model itself: use the model "
-    "that you gave to it instead of .module, and ctx.micro_batches instead of .no_sync()"
-)
-_ADVICE = {
-    "more than 1 value per channel": (
-        "BatchNorm can't train on a single sample, which is all that this rank has of the global "
-        "batch or of a micro-batch: pass drop_last=True to ctx.loader, or choose a "
-        "global_batch_size, or a max_samples, that leaves two samples or more of an epoch's tail"
-    ),
-    "default process group twice": (
-        "run_gang and ddp_task initialise the process group themselves; for a function that does "
-        'it, give process_group="user"'
-    ),
-    "on __main__ failed": (  # of pickle, which names the class before that
-        "what __main__ defines can't reach a process that is spawned in a rank, such as a loader's "
-        "worker: put the class or function into a module of its own, or leave "
-        "multiprocessing_context out, so that the process is forked"
-    ),
-    "Default process group has not been initialized": (
-        "RankContext.local() has no process group, nor has a gang with process_group='none', or "
-        "'user' before the function has made it: ask torch.distributed.is_initialized() before, or "
-        "take ctx.rank and ctx.world_size"
-    ),
-}
-"""What to do about errors of torch and of pickle, by a part of their text."""
 MAX_SUMMARY = 2_000
-_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "stages.py")}
+_RANK = Path(__file__).parents[1]
+_OUR_FRAMES = {str(_RANK / name) for name in ("process/main.py", "stages.py")}
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
@@ -98,17 +74,6 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     )
 
 
-def advise(error: BaseException) -> None:
-    """Add to an error of torch or of pickle what to do about it."""
-    found = [advice for text, advice in _ADVICE.items() if text in _text(error)]
-    is_model = isinstance(error, AttributeError) and hasattr(type(error.obj), "named_parameters")
-    if is_model and getattr(error, "name", "") in ("module", "no_sync"):
-        found.append(_BARE)
-    for advice in found:
-        if advice not in getattr(error, "__notes__", ()):
-            error.add_note(advice)
-
-
 def _pickle_exception(error: BaseException) -> bytes | None:
     """Pickle an exception if it also unpickles; many classes with own arguments don't."""
     try:
@@ -130,7 +95,7 @@ def is_collateral(error: BaseException) -> bool:
     if type(first).__name__ in _DISTRIBUTED_ERRORS:
         return True
     # A socket error is the user's own network trouble, whatever its text.
-    return type(first) is RuntimeError and _PEER_GONE.search(_text(first)) is not None
+    return type(first) is RuntimeError and _PEER_GONE.search(text_of(first)) is not None
 
 
 def retryability_of(error: BaseException) -> Retryability:
@@ -150,7 +115,7 @@ def retryability_of(error: BaseException) -> Retryability:
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, _TRANSIENT) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and _TRANSIENT_TEXT.search(_text(error)) is not None
+    return isinstance(error, RuntimeError) and _TRANSIENT_TEXT.search(text_of(error)) is not None
 
 
 def _chain(error: BaseException, *, with_context: bool = True) -> Iterator[BaseException]:
@@ -160,13 +125,6 @@ def _chain(error: BaseException, *, with_context: bool = True) -> Iterator[BaseE
         seen.add(id(link))
         yield link
         link = link.__cause__ or (link.__context__ if with_context else None)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:  # noqa: BLE001 - a user class's own __str__ may raise anything
-        return ""
 
 
 class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
