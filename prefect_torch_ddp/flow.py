@@ -29,6 +29,7 @@ from prefect_torch_ddp.tasks.cluster import (
     with_ranks_placed,
 )
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
+from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.run import Run, run_id_of
@@ -98,7 +99,7 @@ def evaluate_flow(
     with _served(params):
         connect(params, own)
         chosen = checkpoint_ref(own, point.manifest())  # the newest now, of a run that trains on
-        return result_of(evaluate.submit(run, chosen, params.world_size), params)
+        return result_of(submit_off_thread(evaluate, run, chosen, params.world_size), params)
 
 
 def _run(run: Run) -> TrainReport:
@@ -118,13 +119,14 @@ def _run(run: Run) -> TrainReport:
             prepare_now(run)  # a result that Prefect kept may describe deleted data
             dataset = there
         else:
-            dataset = result_of(prepare_now.submit(run), params)
+            dataset = result_of(submit_off_thread(prepare_now, run), params)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), params)
+        evaluated = submit_off_thread(evaluate, run, checkpoint, training.world_size)
+        evaluation = result_of(evaluated, params)
         found: dict[str, Any] = {
             "params": params,
             "storage": run.storage,
@@ -165,7 +167,7 @@ def _train(
     left = run.params.retries
     while True:
         try:
-            return result_of(task.submit(run, dataset), run.params)
+            return result_of(submit_off_thread(task, run, dataset), run.params)
         except TASK_LOSSES as error:
             # A cluster that is lost may take a minute to tell: not asked in vain.
             loss = TaskLoss(error, cluster_lives=left > 0 and cluster_lives())

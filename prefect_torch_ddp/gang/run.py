@@ -37,6 +37,7 @@ from prefect_torch_ddp.gang.caller.supervisor import Supervisor
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
+from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.params import GangOptions
@@ -63,7 +64,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     """Run a function on `world_size` ranks, each a process of its own on a Dask worker.
 
     Args:
-        client: a synchronous Dask client.
+        client: a synchronous Dask client. If a Dask or Prefect task of the cluster calls this, the
+            task gives up its worker's thread, which the gang may need.
         fn: any callable, `"package.module:function"`, or the path of a script (`args` is its argv).
         args: positional arguments, or a function that returns them for the number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
@@ -104,6 +106,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         whole = replace(plan, payload=payload, preload=preload, logs=logs)
         return _attempt(client, whole, restarts, number)
 
+    leave_thread()
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
 
 

@@ -28,6 +28,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
+from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.storage.protocol import Storage
@@ -165,9 +166,7 @@ def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
 def current_client() -> Iterator[distributed.Client]:
     """Yield a client of the cluster that this task runs on, or that its flow uses.
 
-    On a Dask worker the task leaves the worker's thread for as long: its agent may need it.
-    (prefect_dask.get_dask_client keeps the thread, and a gang as large as the cluster would
-    never start.)
+    On a Dask worker the task leaves the worker's thread, which its agent may need.
     """
     worker = None
     with contextlib.suppress(ValueError):
@@ -176,14 +175,14 @@ def current_client() -> Iterator[distributed.Client]:
         yield _runner().client
         return
     key = thread_state.key
-    with contextlib.ExitStack() as stack:
-        try:
-            client = stack.enter_context(distributed.worker_client())
-            _refuse_second_life(client, worker, key)
-        except OSError as error:
-            msg = f"the task's way to the scheduler was lost ({type(error).__name__}: {error})"
-            raise SchedulerLostError(msg) from error
-        yield client
+    leave_thread()
+    try:
+        client = distributed.get_client()
+        _refuse_second_life(client, worker, key)
+    except OSError as error:
+        msg = f"the task's way to the scheduler was lost ({type(error).__name__}: {error})"
+        raise SchedulerLostError(msg) from error
+    yield client
 
 
 def _refuse_second_life(

@@ -24,6 +24,7 @@ from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.digest import code_of, digest_of
+from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     rank_config,
@@ -194,12 +195,14 @@ class GangTask(Task[P, R]):
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        future = Task.submit(self._from_here(), *args, **kwargs)
-        return watched(future, self.params.stop_grace_s)
+        with off_thread():
+            made: Any = Task.submit(self._from_here(), *args, **kwargs)
+        return watched(made, self.params.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
-        made: Any = Task.map(self._from_here(), *args, **kwargs)
+        with off_thread():
+            made: Any = Task.map(self._from_here(), *args, **kwargs)
         made[:] = [watched(each, self.params.stop_grace_s) for each in made]
         return made
 

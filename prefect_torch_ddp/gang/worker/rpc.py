@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -23,6 +24,12 @@ from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, ope
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.agent import POLL, AgentState, Occupant, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Preload
+
+WAITS_OF_PREFECT = {
+    "prefect.concurrency.": "a slot of a concurrency limit",
+    "prefect.task_engine:wait_until_ready": "its retry",
+}
+"""What a thread waits for that is in such a module, or function of one."""
 
 
 async def register_rpc(dask_worker: Worker, warm: Preload | None = None) -> WorkerIdentity:
@@ -71,8 +78,22 @@ def _occupant(worker: Worker, token: str) -> Occupant | None:
         return holder
     running = [ts.key for ts in worker.state.executing if not str(ts.key).endswith(token or "\0")]
     if len(running) >= worker.state.nthreads:
-        return Occupant(f"task {running[0]!s}")
+        return Occupant(f"task {running[0]!s}{_why_it_waits(worker, running[0])}")
     return None
+
+
+def _why_it_waits(worker: Worker, key: object) -> str:
+    """Say what a task waits for in Prefect's engine, which takes a thread all the same."""
+    with worker.active_threads_lock:
+        thread = next((at for at, held in worker.active_threads.items() if held == key), None)
+    frame = sys._current_frames().get(thread or 0)  # noqa: SLF001 - documented all the same
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        for where, what in WAITS_OF_PREFECT.items():
+            if f"{module}:{function}".startswith(where):
+                return f", which waits for {what}"
+        frame = frame.f_back
+    return ""
 
 
 def _identity(worker: Worker) -> WorkerIdentity:
