@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     wait_for_report,
 )
 from prefect_torch_ddp.checkpoint.replicas import (
+    NOTHING,
     Comparison,
+    Replicas,
     Sketch,
     digests_of,
     is_shared_state,
@@ -138,8 +140,8 @@ class Checkpointer:
         self,
         manifest: Manifest,
         objects: Mapping[str, Any],
+        replicas: Replicas = NOTHING,
         *,
-        wrapped: Collection[torch.nn.Module] = (),
         is_last: bool = False,
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
@@ -147,7 +149,7 @@ class Checkpointer:
         Args:
             manifest: has no objects yet, and rank 0's counts.
             objects: what is tracked; all ranks give the same names in one order.
-            wrapped: the models whose gradients the ranks combine; see `sketch`.
+            replicas: what the ranks should have in common.
             is_last: it may follow another checkpoint of the same step.
 
         Raises:
@@ -175,7 +177,7 @@ class Checkpointer:
             # After more and more saves: in between they are asked for on the rank that writes only.
             self._num_saves += 1
             asks_states = self._num_saves.bit_count() == 1
-            sketched = sketch(objects, wrapped, self._at_first, asks_states=asks_states)
+            sketched = sketch(objects, replicas, self._at_first, asks_states=asks_states)
             sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
         modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))

@@ -39,6 +39,19 @@ Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """What the ranks should have in common beside what is tracked."""
+
+    models: Sequence[nn.Module] = ()
+    """Those whose gradients the ranks combine."""
+    passes: Sequence[tuple[int, int]] = ()
+    """From which steps on they summed how many backward passes, since the checkpoint before."""
+
+
+NOTHING = Replicas()
+
+
+@dataclass(frozen=True)
 class Tensors:
     """The tensors of a tracked object, in an order that is the same on all ranks."""
 
@@ -63,6 +76,7 @@ class Sketch:
     """By the tracked object's name, what `digests_of` returns of what isn't a tensor."""
     unchanged: list[str] = field(default_factory=list)
     """Those of `plain` that are as they were when they were tracked."""
+    passes: Sequence[tuple[int, int]] = ()
     computes_on: str = ""
 
     def report(self) -> Report:
@@ -77,13 +91,14 @@ class Sketch:
                 start = end
             digests[name] = b64encode(found).decode()
         report = {"digests": digests, "structures": self.structures, "plain": self.plain}
-        return {**report, "unchanged": self.unchanged, "computes_on": self.computes_on}
+        report |= {"unchanged": self.unchanged, "passes": self.passes}
+        return {**report, "computes_on": self.computes_on}
 
 
 @torch.no_grad()
 def sketch(
     objects: Mapping[str, Any],
-    wrapped: Collection[nn.Module] = (),
+    common: Replicas = NOTHING,
     at_first: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     *,
     asks_states: bool = True,
@@ -97,14 +112,15 @@ def sketch(
 
     Args:
         objects: what is tracked, by name.
-        wrapped: the models whose gradients the ranks combine.
+        common: what the ranks should have in common beside that.
         at_first: the `digests_of` objects' states when they were tracked.
         asks_states: also look into objects that are neither modules nor optimizers, whose
             `state_dict` may take long.
     """
-    replicas = {id(each) for model in wrapped for each in model.parameters()}
+    replicas = {id(each) for model in common.models for each in model.parameters()}
     replicas |= {id(each) for each in optimized(objects)}
-    found = Sketch(sums={}, computes_on=_computes_on(torch.get_num_threads()))
+    computes_on = _computes_on(torch.get_num_threads())
+    found = Sketch(sums={}, passes=common.passes, computes_on=computes_on)
     for name, item in objects.items():
         if isinstance(item, nn.Module):
             named = list(item.named_parameters())
@@ -279,14 +295,34 @@ class Comparison:
 
         Raises:
             InvalidParamsError: a module has other tensors on some ranks; or a state differs.
-            ReplicasDifferError: a replica differs, between ranks that compute on the same.
+            ReplicasDifferError: a replica differs, between ranks that compute on the same; or the
+                ranks summed different numbers of passes in a step.
         """
+        _check_passes([report["passes"] for report in reports])
         notes = check_replicas(sketched.tensors, reports)
         notes |= _check_plain(sketched, reports, is_first=is_first)
         for name, note in notes.items():
             if name not in self._noted:
                 self._noted.add(name)
                 logger.warning(note)
+
+
+def _check_passes(passes: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise ReplicasDifferError if ranks summed different numbers of passes in a step."""
+    for step in sorted({first for each in passes for first, _ in each}):
+        # Of each rank the newest change up to this step.
+        nums = [next((num for first, num in reversed(each) if first <= step), 0) for each in passes]
+        odd = _odd_ones(dict(enumerate(nums)))
+        if odd:
+            usual = next(num for rank, num in enumerate(nums) if rank not in odd)
+            msg = (
+                f"the ranks summed different numbers of backward passes in step {step}: "
+                f"{spelled(odd)} {nums[odd[0]]}, the others {usual}. From there on gradients of "
+                "different batches were added up. Make the same backward passes in every step on "
+                "every rank; if one rank has to leave a batch out, such as for a loss that isn't "
+                "finite, let all ranks leave it out, by an all_reduce of a flag"
+            )
+            raise ReplicasDifferError(msg)
 
 
 def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) -> dict[str, str]:
@@ -375,9 +411,9 @@ def _refuse_drifted(
     raise ReplicasDifferError(msg)
 
 
-def _odd_ones(digests: Mapping[int, bytes]) -> list[int]:
+def _odd_ones(digests: Mapping[int, bytes | int]) -> list[int]:
     """Return the ranks that most of the others don't agree with; of two halves, not rank 0's."""
-    groups: dict[bytes, list[int]] = {}
+    groups: dict[bytes | int, list[int]] = {}
     for rank, digest in digests.items():
         groups.setdefault(digest, []).append(rank)
     most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))

@@ -100,6 +100,7 @@ class ContextParts:
         """What goes through the steps."""
         from prefect_torch_ddp.rank.training.steps import StepLoop  # noqa: PLC0415 - loads torch
 
+        self.tracker.take_passes = self.gradients.take_passes
         here = (self.config, self.info, self.state, self.link)
         return StepLoop(*here, self.reporter, self.tracker, self.gradients)
 

@@ -3,7 +3,7 @@
 import copy
 import copyreg
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -17,6 +17,7 @@ from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
+from prefect_torch_ddp.rank.strategies.sums import Probe, SumWatch
 
 
 def require_group(world_size: int) -> None:
@@ -39,12 +40,16 @@ class ShareWeights:
         self._uneven: list[int] = []
         self._owes = False
         """Whether the step made micro-batches whose gradients the ranks haven't summed yet."""
+        self.sums = SumWatch()
 
     def wrap(self, model: nn.Module, device: torch.device, ddp_kwargs: dict[str, Any]) -> nn.Module:
         """Move a model to the device, and where there are several ranks make it a DDP."""
         model = model.to(device)
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        if self._world_size == 1 or not trains:
+        if self._world_size == 1:
+            return model
+        if not trains:
+            self.sums.take(model, None)
             return model
         require_group(self._world_size)
         _refuse_subgroup(ddp_kwargs)
@@ -53,6 +58,7 @@ class ShareWeights:
         ddp = ShareDDP(model, **ddp_kwargs)
         self.take(ddp)
         _settle_buckets(ddp)
+        self.sums.take(model, ddp)
         return ddp
 
     def take(self, ddp: "ShareDDP") -> None:
@@ -86,16 +92,18 @@ class ShareWeights:
             )
             raise InvalidParamsError(msg)
 
-    def begin_step(self, _step: int, share: BatchShare) -> None:
+    def begin_step(self, step: int, share: BatchShare) -> None:
         """Count gradients by this share from now on."""
         self._share = share
         self._owes = False
+        self.sums.passes.begin_step(step)
 
     def end_step(self, step: int) -> None:
         """Refuse a step whose micro-batches were left before the ranks summed their gradients.
 
         And at the first step's end, since `model.train()` may stand in its body, see `begin_loop`.
         """
+        self.sums.passes.end_step()
         if self._uneven:
             self._refuse_coupled()
             self._uneven = []
@@ -109,6 +117,11 @@ class ShareWeights:
     def leave_loop(self) -> None:
         """Average plainly again: a loop has ended, in whatever way."""
         self._share = None
+        self.sums.passes.end_step()
+
+    def take_passes(self) -> list[tuple[int, int]]:
+        """Return from which steps on how many passes were summed, since the last call."""
+        return self.sums.passes.take()
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight); ranks communicate in the last backward pass alone."""
@@ -145,7 +158,8 @@ class ShareWeights:
             gradients.mul_(share.num_local / share.num_global)
 
     def close(self) -> None:
-        """Nothing is to be taken back."""
+        """Watch optimizers no more."""
+        self.sums.close()
 
 
 class ShareDDP(DistributedDataParallel):
@@ -219,6 +233,7 @@ def _sum_by_share(
     gradients = bucket.buffer()
     ddp = ddp_ref()
     if bucket.is_last() and ddp is not None and not ddp._join_config.enable:  # noqa: SLF001
+        weights.sums.summed(ddp.module)
         # Not before the whole pass has ended: it may still read buffers.
         torch.autograd.Variable._execution_engine.queue_callback(ddp.sync_buffers)  # noqa: SLF001
     weights.scale(gradients, group)
@@ -274,7 +289,7 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     """
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     has_hooks = any(
-        getattr(parameter, "_post_accumulate_grad_hooks", None)
+        any(not isinstance(hook, Probe) for hook in _hooks_after_gradient(parameter))
         or getattr(parameter, "_backward_hooks", None)
         for parameter in parameters
     )
@@ -297,6 +312,10 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
         del ddp._run_ddp_forward  # noqa: SLF001
     for parameter in parameters:
         parameter.grad = None
+
+
+def _hooks_after_gradient(parameter: torch.Tensor) -> Iterable[Any]:
+    return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
 def _zero(parameter: torch.Tensor) -> torch.Tensor:

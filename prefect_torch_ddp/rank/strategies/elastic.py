@@ -114,6 +114,10 @@ class VirtualRanks:
             )
             raise InvalidParamsError(msg)
 
+    def take_passes(self) -> list[tuple[int, int]]:
+        """Return nothing: a step that doesn't sum once is refused."""
+        return []
+
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight) for each own virtual rank, then sum all gradients."""
         if not isinstance(batch, VirtualShares):

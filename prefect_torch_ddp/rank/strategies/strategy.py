@@ -47,6 +47,13 @@ class Strategy(Protocol):
         """
         ...
 
+    def take_passes(self) -> list[tuple[int, int]]:
+        """Return from which steps on how many backward passes were summed, since the last call.
+
+        Empty if each step sums once, whatever the training does.
+        """
+        ...
+
     def micro_batches(self, batch: Any, max_samples: int | None, /) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight); after the last one gradients are the global batch's."""
         ...

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -13,6 +13,7 @@ from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
+from prefect_torch_ddp.checkpoint.replicas import Replicas
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import restore_generators
@@ -72,6 +73,8 @@ class Tracker:
         self._num_groups: dict[str, int] = {}
         self.wrapped: WeakSet[nn.Module] = WeakSet()
         """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
+        self.take_passes: Callable[[], list[tuple[int, int]]] = list
+        """See `Strategy`."""
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
@@ -279,8 +282,8 @@ class Tracker:
             at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
             metrics, reports = self._reporter.of_checkpoint()
             manifest = Manifest(*at, self._info.world_size, metrics, reports=reports)
-            wrapped = list(self.wrapped)
-            checkpointer.save(manifest, self._objects, wrapped=wrapped, is_last=is_last)
+            replicas = Replicas(list(self.wrapped), self.take_passes())
+            checkpointer.save(manifest, self._objects, replicas, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         if self._num_passed and self._is_running_again:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from prefect_torch_ddp.checkpoint import replicas
-from prefect_torch_ddp.checkpoint.replicas import Comparison, sketch
+from prefect_torch_ddp.checkpoint.replicas import Comparison, Replicas, sketch
 from prefect_torch_ddp.checkpoint.shards import OwnState
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 from tests.support.tracked import Tracked
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 def report_of(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -> Any:
     """Return rank 0's sketch of the objects, and a rank's report of them."""
-    found = sketch(objects, wrapped or [])
+    found = sketch(objects, Replicas(wrapped or []))
     return found, found.report()
 
 
@@ -294,6 +294,31 @@ def test_what_only_rank_0_changes_is_let_alone(caplog: pytest.LogCaptureFixture)
     changed = sketch({"history": Tracked([3])}, at_first=at_first).report()
     with pytest.raises(InvalidParamsError, match="value on rank 2 isn't as on rank 0"):
         Comparison().check(own, [own.report(), other, changed])
+
+
+PASSES = {
+    "one rank left one out": (
+        [[[1, 1]], [[1, 1], [3, 0], [4, 1]]],
+        "step 3: rank 1 0, the others 1",
+    ),
+    "each left one out": (
+        [[[1, 1], [5, 0], [6, 1]], [[1, 1], [3, 0], [4, 1]], [[1, 1]]],
+        "step 3: rank 1 0, the others 1",
+    ),
+    "one made more": ([[[1, 2]], [[1, 2]], [[1, 2], [2, 3]]], "step 2: rank 2 3, the others 2"),
+    "one made none": ([[[7, 0]], [[7, 1]], [[7, 1]]], "step 7: rank 0 0, the others 1"),
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_ranks_that_summed_other_numbers_of_passes_are_named(case: str) -> None:
+    """With the first step in which they did; equal numbers are no difference."""
+    passes, said = PASSES[case]
+    own, report = report_of({})
+    reports = [{**report, "passes": each} for each in passes]
+    with pytest.raises(ReplicasDifferError, match=said):
+        Comparison().check(own, reports)
+    Comparison().check(own, [reports[0]] * 3)
 
 
 def test_states_are_asked_for_only_when_it_is_due() -> None:
