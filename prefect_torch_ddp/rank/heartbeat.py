@@ -132,8 +132,9 @@ class HeartbeatWriter:
     def beat(self) -> None:
         """Count the collectives begun; a new one is progress. A thread calls it every second."""
         self._watch_compiler()
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and cuda.is_initialized():
+        # Not there yet while the rank's own thread is importing torch.
+        uses_cuda = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
+        if uses_cuda is not None and uses_cuda():
             self._words[layout.USES_GPU] = 1
         count = _collectives_begun()
         if count != self._words[layout.SEQ]:

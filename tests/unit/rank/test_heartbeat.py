@@ -2,7 +2,9 @@
 
 import faulthandler
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -121,3 +123,10 @@ def test_collectives_count_as_progress() -> None:
         assert Heartbeat.from_page(bytes(page)).seq > first.seq
     finally:
         dist.destroy_process_group()
+
+
+def test_a_beat_while_torch_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread finds modules that have nothing in them yet, and beats on."""
+    for name in ("torch.cuda", "torch.distributed", "torch._dynamo.callback"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    HeartbeatWriter(bytearray(PAGE_BYTES)).beat()
