@@ -71,10 +71,22 @@ def leave_root_to_script() -> None:
 
 
 def keep_ours_enabled() -> None:
-    """Have this package's loggers stay enabled, whatever the user configures."""
-    for name, logger in list(logging.Logger.manager.loggerDict.items()):
-        if name.partition(".")[0] == OURS and type(logger) is logging.Logger:
+    """Have this package's loggers stay enabled, whatever the user configures.
+
+    Those there are, and those of modules that are imported later.
+    """
+    manager: Any = logging.Logger.manager
+    for name, logger in list(manager.loggerDict.items()):
+        if _is_ours(name) and type(logger) is logging.Logger:
             logger.__class__ = _Enabled
+    made_by = manager.loggerClass
+    manager.loggerClass = lambda name: (
+        _Enabled(name) if _is_ours(name) else (made_by or logging.getLoggerClass())(name)
+    )
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == OURS
 
 
 _dict_config = logging.config.dictConfig

@@ -16,7 +16,7 @@ from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
 from prefect_torch_ddp.rank.link import AgentLink, set_link
 from prefect_torch_ddp.rank.process.ending import finish, flush_files, join_threads
 from prefect_torch_ddp.rank.process.failure import describe, pickle_value
-from prefect_torch_ddp.rank.process.logs import keep_ours_enabled, leave_root_to_script, show_output
+from prefect_torch_ddp.rank.process.logs import leave_root_to_script, show_output
 from prefect_torch_ddp.rank.user_code import default_to_fork, resolve
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
@@ -79,7 +79,6 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     set_link(link)
     choose_device(launch)
     join_process_group(launch)
-    keep_ours_enabled()  # those that came with torch too
     link.heartbeat.enter(Phase.FUNCTION)
     value = _call(fn, args, kwargs)
     link.heartbeat.enter(Phase.RETURNED)

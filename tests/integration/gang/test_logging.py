@@ -44,9 +44,11 @@ def test_this_packages_loggers_stay_enabled(
     """`dictConfig` with its defaults silences other loggers, and none of this package."""
 
     def configure() -> None:
+        import importlib
         import logging.config
 
-        names = ("prefect_torch_ddp.rank.distributed", "others")
+        importlib.import_module("prefect_torch_ddp.rank.context")  # an executed rank loads it now
+        names = ("prefect_torch_ddp.rank.context", "others")
         loggers = [logging.getLogger(name) for name in names]
         root = {"handlers": [], "level": "ERROR"}
         logging.config.dictConfig({"version": 1, "root": root})
