@@ -6,7 +6,8 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 
 from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
@@ -189,19 +192,31 @@ class GangTask(Task[P, R]):
         storage = absolute_reference(self.params.storage)
         return made.with_params(self.params.model_copy(update={"storage": storage}))
 
+    @contextmanager
+    def _naming_what_cannot_be_sent(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
+        try:
+            yield
+        except TypeError as error:  # as Dask wraps what pickle raises; it names no argument
+            own = {name: kwargs[name] for name in kwargs.keys() - {"wait_for", "return_state"}}
+            if (msg := unsendable(self.fn, args, own, (PrefectFuture,))) is None:
+                raise
+            raise InvalidParamsError(msg) from error
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, as any task."""
         return Task.__call__(self._from_here(), *args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        with off_thread():
+        with off_thread(), self._naming_what_cannot_be_sent(args, kwargs):
             made: Any = Task.submit(self._from_here(), *args, **kwargs)
         return watched(made, self.params.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
-        with off_thread():
+        with off_thread(), self._naming_what_cannot_be_sent(args, kwargs):
             made: Any = Task.map(self._from_here(), *args, **kwargs)
         made[:] = [watched(each, self.params.stop_grace_s) for each in made]
         return made

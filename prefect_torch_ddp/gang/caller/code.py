@@ -8,6 +8,7 @@ from typing import Any
 import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.unsendable import unsendable
 from prefect_torch_ddp.protocol.rank import CodePaths, is_installed, package_folders
 
 
@@ -20,7 +21,10 @@ def pickle_call(
     try:
         payload: bytes = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
-        msg = (
+        if brings_context(fn) and len(args) == 4:  # noqa: PLR2004 - the user's call, and its context
+            _, fn, own_args, kwargs = args
+            args = (None, *own_args)
+        msg = unsendable(fn, args, kwargs) or (
             f"{name_of(fn)} or its arguments can't be sent to the ranks: "
             f"{type(error).__name__}: {error}"
         )

@@ -190,7 +190,7 @@ NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
         ({"fn": "no colon here"}, "give a callable"),
         ({"workers_timeout_s": 0}, "workers_timeout_s is 0"),
         ({"queue_timeout_s": float("inf")}, "queue_timeout_s is inf"),
-        ({"args": (threading.Lock(),)}, "can't be sent to the ranks"),
+        ({"args": (threading.Lock(),)}, r"args\[0\] can't be sent to the ranks: TypeError"),
         *(({"resources": wrong}, r"resources(\.\S+)? is") for wrong in NO_RESOURCES),
         *(({"interface": wrong}, "interface is") for wrong in ("", 7, "10.1.0.0/33", "eth0/1")),
         ({"max_restarts": -1}, "max_restarts is -1"),

@@ -225,6 +225,30 @@ def test_a_relative_path_and_a_home_are_the_callers(
     assert all(list(folder.rglob("note")) for folder in expected)
 
 
+def test_an_argument_that_cannot_be_sent_is_named_at_the_call(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The flow that submits or maps a task learns which part of which argument, and what to do."""
+
+    @ddp_task(world_size=1, storage=tmp_path)
+    def reads(ctx: RankContext, dataset: dict[str, Any], lr: float) -> None: ...
+
+    @flow(task_runner=on(dask_cluster))
+    def submits() -> list[str]:
+        said = []
+        with (tmp_path / "held").open("wb") as file:
+            for submit, dataset in (
+                (reads.submit, {"file": file}),
+                (reads.map, [{"file": file}]),
+            ):
+                with pytest.raises(InvalidParamsError) as refused:
+                    submit(dataset, lr=0.1, wait_for=[])
+                said.append(str(refused.value).partition(" can't be sent to the ranks: ")[0])
+        return said
+
+    assert submits() == ["dataset['file']", "dataset[0]['file']"]
+
+
 @pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
 def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
     """The error names the flow, its runner and what to write, called and submitted, and outside
