@@ -92,7 +92,11 @@ class StepLoop:
     def _run(self, loader: RankLoader, epochs: int) -> Generator[Any, None, None]:
         state = self._state
         if state.share is not None:
-            msg = "ctx.steps inside of ctx.steps: end the outer loop, and hold no iterator of it"
+            msg = (
+                "ctx.steps inside of ctx.steps: end the outer loop, and hold no iterator of it. To "
+                "train on two datasets in each step, as by zip, make one loader of both: of "
+                "torch.utils.data.StackDataset(first, second), or of a dataset that combines them"
+            )
             raise InvalidParamsError(msg)
         loop = self._num_loops
         self._num_loops += 1

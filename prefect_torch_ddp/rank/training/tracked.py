@@ -45,7 +45,11 @@ def check_trackable(
             msg = f"{name!r} is tracked already; every tracked object needs a name of its own"
         elif lacking:
             lacks = " and no ".join(lacking)
-            msg = f"{name!r} can't be tracked: {type(item).__name__} has no {lacks}"
+            msg = (
+                f"{name!r} can't be tracked: {type(item).__name__} has no {lacks}; for values of "
+                "your own track an object with both: state_dict() returns them, and "
+                "load_state_dict(state) takes them over"
+            )
         else:
             continue
         raise InvalidParamsError(msg)

@@ -332,6 +332,10 @@ METRIC = r"metric 'accuracy' is a .* report a number or a 0-d"
 REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
     *((METRIC, partial(RankContext.report, accuracy=value)) for value in NO_NUMBERS),
     (LACKS, lambda ctx: ctx.track(lr=0.1)),
+    (
+        r"dict has no state_dict and .*; for values of your own track an object with both",
+        lambda ctx: ctx.track(state={"best": 0.1}),
+    ),
     ("'other'", lambda ctx: ctx.track(other=Tracked(Path()))),  # can't be read back
     ("'model' is tracked already", track_twice),
     ("can't name a tracked object", lambda ctx: ctx.track(**{"../model": nn.Linear(1, 1)})),
@@ -340,6 +344,10 @@ REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
     ("epochs is -1", lambda ctx: steps_over(ctx, epochs=-1)),
     (r"epochs is 1\.5; give a whole number", lambda ctx: steps_over(ctx, epochs=1.5)),
     (r"inside of ctx.steps", loop_in_a_loop),
+    (
+        r"as by zip, make one loader of both: of torch\.utils\.data\.StackDataset",
+        lambda ctx: list(zip(steps_over(ctx), steps_over(ctx), strict=True)),
+    ),
     (r"was given no dataset; RankContext.local\(data=...\)", lambda ctx: ctx.data),
     ("was given no dataset", lambda ctx: ctx.data_storage),
     (r"TrainParams\(source=\.\.\.\)", lambda ctx: ctx.source),
