@@ -15,6 +15,7 @@ from prefect_torch_ddp.data.fetching import (
     may_skip,
     seeded_fetch,
 )
+from prefect_torch_ddp.data.own_files import OwnFiles
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -142,8 +143,12 @@ class RankLoader:
         self, fetched: Dataset[Any], collate: Callable[[Any], Any], options: Mapping[str, Any]
     ) -> DataLoader[Any]:
         batches = cast("Any", self._sampler)
+        self._files = OwnFiles(options.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(
-            fetched, batch_sampler=batches, generator=self._generator, **options
+            fetched,
+            batch_sampler=batches,
+            generator=self._generator,
+            **{**options, "worker_init_fn": self._files},
         )
         refuses, has_workers = self._refuses_nones, loader.num_workers > 0
         loader.collate_fn = TaggedCollate(collate, refuses, has_workers=has_workers)
@@ -256,6 +261,8 @@ class RankLoader:
             raise InvalidParamsError(msg)
         self._sampler.plan = (epoch, start_batch, stand_ins)
         self._generator.manual_seed(mix_seed(self.batches.seed, epoch))
+        if self._loader.num_workers:
+            self._files.note()
         # The DataLoader draws its seed on the default device, which may not be the generator's.
         # Not where that is the CPU anyway: worker processes would inherit the mode, and with it
         # a detour of every operation (0.2 ms an augmented image).

@@ -1,7 +1,10 @@
 """The rank's loader with worker processes: the same order, and the same draws, as without."""
 
+import multiprocessing
 import random
+from io import FileIO
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +157,47 @@ def test_worker_init_fn_reaches_the_users_dataset() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
+class Records(Numbers):
+    """Reads its samples from a file that it has held open from the start, place by place.
+
+    In worker processes, two, each seeks before any reads.
+    """
+
+    def __init__(self, path: Path, num: int) -> None:
+        super().__init__(num)
+        path.write_bytes(bytes(range(num)))
+        self.file = path.open("rb", buffering=0)
+        self.both = multiprocessing.get_context("fork").Barrier(2)
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(index)
+        if get_worker_info() is not None:
+            self.both.wait(60)
+        return self.file.read(1)[0]
+
+
+def test_a_file_that_a_dataset_holds_open_is_each_workers_own(tmp_path: Path) -> None:
+    """Workers that read at the same time get their own samples' bytes."""
+    dataset = Records(tmp_path / "numbers", 32)
+    with dataset.file:
+        loader = loader_of(dataset, 4, shuffle=False, **FORKED)
+        assert [int(each) for batch in loader for each in batch] == list(range(32))
+        dataset.file.seek(7)
+        loader = loader_of(Lines(dataset.file), 1, shuffle=False, **FORKED)
+        assert [int(each) for batch in loader for each in batch] == [7, 7]
+
+
+class Lines(Numbers):
+    """Reads on in a file that is open."""
+
+    def __init__(self, file: FileIO) -> None:
+        super().__init__(2)
+        self.file = file
+
+    def __getitem__(self, index: int) -> int:
+        return self.file.read(1)[0]
+
+
 def test_each_process_is_told_its_next_batch() -> None:
     """By the stock DataLoader and the rank's; persistent workers too."""
     check_stock_loader(3, multiprocessing_context="fork", persistent_workers=True)

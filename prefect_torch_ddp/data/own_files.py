@@ -1,0 +1,81 @@
+"""Files of their own for a loader's forked worker processes, which share the place they read at.
+
+A fork leaves parent and child one open file, and so one position in it: of two workers that seek
+and read, one gets the bytes that the other one asked for. That happens below whatever holds the
+file: a Python file, an archive, a library written in C. So each worker opens the files again by
+their descriptors, before the user's code runs there, and what holds them notices nothing.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FDS = Path("/proc/self/fd")
+
+
+class OwnFiles:
+    """The `worker_init_fn` of a loader: gives a worker files of its own, then calls the user's.
+
+    Files that can be written are left alone: processes that write to one file need its common end.
+
+    Args:
+        and_then: the user's.
+    """
+
+    def __init__(self, and_then: Callable[[int], None] | None) -> None:
+        self._and_then = and_then
+        self._places: Mapping[int, int] = {}
+
+    def note(self) -> None:
+        """Remember, before workers are forked, which files are open and at which place."""
+        self._places = {fd: os.lseek(fd, 0, os.SEEK_CUR) for fd in _files_to_read()}
+
+    def __call__(self, worker: int) -> None:
+        """Begin a worker."""
+        for fd, place in self._places.items():
+            _reopen(fd, place)
+        if self._and_then is not None:
+            self._and_then(worker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the files out: a process that isn't forked hasn't got them."""
+        return self.__dict__ | {"_places": {}}
+
+
+def _files_to_read() -> list[int]:
+    if not FDS.is_dir():  # not on Linux
+        return []
+    return [fd for fd in (int(each.name) for each in FDS.iterdir()) if _is_read_only_file(fd)]
+
+
+def _is_read_only_file(fd: int) -> bool:
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    except OSError:  # closed again, as that of the listing is
+        return False
+    return is_file and flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_PATH
+
+
+def _reopen(fd: int, place: int) -> None:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NOFOLLOW  # the descriptor's name is a link
+    try:
+        own = os.open(FDS / str(fd), flags)
+    except OSError as error:
+        logger.warning(
+            "a loader's worker processes share their place in %s, which can't be opened again "
+            "(%s): a dataset that reads it gets other samples' bytes; have it open the file when a "
+            "worker first reads",
+            (FDS / str(fd)).readlink(),
+            error,
+        )
+        return
+    os.lseek(own, place, os.SEEK_SET)
+    os.dup2(own, fd, inheritable=os.get_inheritable(fd))
+    os.close(own)
