@@ -37,7 +37,7 @@ from prefect_torch_ddp.gang.caller.supervisor import Supervisor
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
-from prefect_torch_ddp.gang.own_task import leave_thread
+from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.params import GangOptions
@@ -106,6 +106,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         whole = replace(plan, payload=payload, preload=preload, logs=logs)
         return _attempt(client, whole, restarts, number)
 
+    refuse_held_resources(plan.resources)
     leave_thread()
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
 

@@ -19,6 +19,7 @@ from distributed import Worker
 from distributed.comm import get_address_host
 
 from prefect_torch_ddp.gang.versions import versions
+from prefect_torch_ddp.gang.worker.agent import agent_key
 from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_client
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
@@ -79,6 +80,22 @@ def _occupant(worker: Worker, token: str) -> Occupant | None:
     running = [ts.key for ts in worker.state.executing if not str(ts.key).endswith(token or "\0")]
     if len(running) >= worker.state.nthreads:
         return Occupant(f"task {running[0]!s}{_why_it_waits(worker, running[0])}")
+    return _holder_of_resources(worker, token)
+
+
+def _holder_of_resources(worker: Worker, token: str) -> Occupant | None:
+    """Name the task that holds what an agent, which waits on this worker, was submitted with."""
+    agent = worker.state.tasks.get(agent_key(token))
+    if agent is None or agent in worker.state.all_running_tasks:
+        return None
+    free = worker.state.available_resources
+    wanted = agent.resource_restrictions or {}  # Dask has None for none
+    lacks = [name for name, want in wanted.items() if free.get(name, 0) < want]
+    for task in worker.state.all_running_tasks:
+        held = {name: (task.resource_restrictions or {}).get(name, 0) for name in lacks}
+        amounts = ", ".join(f"{name}={amount:g}" for name, amount in held.items() if amount)
+        if amounts:
+            return Occupant(f"task {task.key!s}, which holds {amounts}")
     return None
 
 

@@ -111,9 +111,11 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
     events: list[GangEvent] = []
     two = {"world_size": 2, "resources": GPUS}
     try:
-        says = r"gave up waiting for workers: 1 of 2 after .*needs the resources GPU=1"
+        says = (
+            r"gave up waiting for workers: 1 of 2 after .* task hold-.*, which holds GPU=1; needs"
+        )
         with pytest.raises(NotEnoughWorkersError, match=says):
-            run_gang(client, plain.sum_of_ones, queue_timeout_s=1.0, **two)
+            run_gang(client, plain.sum_of_ones, queue_timeout_s=3.0, **two)
         one = run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS)
         assert one == [1.0], "the other one is free"
         with ThreadPoolExecutor(1) as pool:

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 from prefect import flow, task
@@ -12,7 +13,13 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect_dask import DaskTaskRunner, get_dask_client
 
-from prefect_torch_ddp import NotEnoughWorkersError, RankContext, ddp_task, run_gang
+from prefect_torch_ddp import (
+    InvalidParamsError,
+    NotEnoughWorkersError,
+    RankContext,
+    ddp_task,
+    run_gang,
+)
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 
@@ -154,5 +161,28 @@ def test_a_task_that_waits_in_prefect_is_named_with_what_it_waits_for(
             wait_until(lambda: names("a slot of a concurrency limit"))
             may_end.touch()
             return waiting.result()
+
+        assert main() == 1
+
+
+def test_a_task_that_holds_what_its_gang_needs_is_refused(tmp_path: Path) -> None:
+    """`dask.annotate` has the task itself hold the GPU that `resources` asks for; without it the
+    gang gets the GPU."""
+
+    @ddp_task(world_size=1, resources={"GPU": 1}, storage=str(tmp_path), retries=2)
+    def fit(ctx: RankContext) -> int:
+        return ctx.world_size
+
+    given = {"n_workers": 1, "threads_per_worker": 1, "resources": {"GPU": 1}}
+    with LocalCluster(**given, dashboard_address=":0") as cluster:
+
+        @flow(task_runner=on(cluster))
+        def main() -> int:
+            with dask.annotate(resources={"GPU": 1}):
+                held = fit.submit()
+            says = r"itself holds GPU=1 of worker tcp.*; leave dask.annotate\(resources=...\) out"
+            with pytest.raises(InvalidParamsError, match=says):
+                held.result()
+            return fit.submit().result()
 
         assert main() == 1
