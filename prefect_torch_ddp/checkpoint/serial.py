@@ -174,7 +174,7 @@ def load_state(item: Any, state: Any) -> None:
     for prefix, inner in _wrappers(item):
         state = _renamed(state, prefix, f"{prefix}{inner}")
     before = _group_keys(item)
-    _refuse_other_groups(before, state)
+    _refuse_other_groups(group_sizes(item), state)
     item.load_state_dict(state)
     # What torch fills in for an older version's state is there again by now.
     for i, (had, has) in enumerate(zip(before, _group_keys(item), strict=False)):
@@ -187,17 +187,33 @@ def load_state(item: Any, state: Any) -> None:
             raise ValueError(msg)
 
 
-def _refuse_other_groups(own: list[set[str]], state: Any) -> None:
-    theirs = state.get("param_groups") if isinstance(state, dict) else None
-    if not own or not isinstance(theirs, list) or len(theirs) == len(own):
+def _refuse_other_groups(own: list[int], state: Any) -> None:
+    theirs = _group_sizes(state.get("param_groups")) if isinstance(state, dict) else []
+    if not own or not theirs or theirs == own:
         return
+    if len(theirs) != len(own):
+        what = f"it has {len(theirs)} parameter groups and the optimizer here {len(own)}: groups"
+    else:
+        i = next(i for i, num in enumerate(own) if num != theirs[i])
+        what = f"its group {i} has {theirs[i]} parameters and the optimizer's here {own[i]}: those"
     msg = (
-        f"it has {len(theirs)} parameter groups and the optimizer here {len(own)}: groups that "
-        "are added during the training have to be there before ctx.track. Make all of them at "
-        "the start, with lr=0 for those that come later, or track the optimizer under another "
-        "name, which starts it from the beginning"
+        f"{what} that are added during the training have to be there before ctx.track. Make all "
+        "of them at the start, with lr=0 for those that come later, or track the optimizer under "
+        "another name, which starts it from the beginning"
     )
     raise ValueError(msg)
+
+
+def group_sizes(item: Any) -> list[int]:
+    """Return how many parameters each group of an optimizer has; empty for anything else."""
+    return _group_sizes(getattr(item, "param_groups", None))
+
+
+def _group_sizes(groups: Any) -> list[int]:
+    is_plain = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    )
+    return [len(group["params"]) for group in groups] if is_plain else []
 
 
 def _group_keys(item: Any) -> list[set[str]]:

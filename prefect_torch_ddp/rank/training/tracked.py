@@ -3,7 +3,7 @@
 import logging
 import platform
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.checkpoint.export import export_models
 from prefect_torch_ddp.checkpoint.manifest import Manifest, best
+from prefect_torch_ddp.checkpoint.serial import group_sizes
 from prefect_torch_ddp.checkpoint.shards import OwnState
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -69,23 +70,26 @@ def unwrapped(item: Any) -> Any:
     return item
 
 
-def warn_of_groups(num_groups: dict[str, int], objects: Mapping[str, Any]) -> None:
-    """Note how many parameter groups each optimizer has; warn where it had another number.
+def warn_of_groups(sizes: dict[str, list[int]], objects: Mapping[str, Any]) -> None:
+    """Note how many parameters each group of each optimizer has; warn if they were others.
 
     A checkpoint with more of them doesn't fit an optimizer as it is at the start.
     """
     for name, item in objects.items():
-        groups = getattr(item, "param_groups", None)
-        if not isinstance(groups, list):
-            continue
-        known, num_groups[name] = num_groups.get(name, len(groups)), len(groups)
-        if known != len(groups):
+        now = group_sizes(item)
+        before, sizes[name] = sizes.get(name, now), now
+        if before != now:
             text = (
-                "the tracked optimizer %r has %d parameter groups, and had %d when it was tracked: "
-                "its checkpoints from here on can't be resumed unless all groups are made before "
-                "ctx.track, with lr=0 for those that come later"
+                "the tracked optimizer %r has %s, and had %s when it was tracked: its checkpoints "
+                "from here on can't be resumed unless all are there before ctx.track, with lr=0 "
+                "for those that come later"
             )
-            logger.warning(text, name, len(groups), known)
+            logger.warning(text, name, _spelled_sizes(now), _spelled_sizes(before))
+
+
+def _spelled_sizes(sizes: Sequence[int]) -> str:
+    groups = "group" if len(sizes) == 1 else "groups"
+    return f"{len(sizes)} parameter {groups} of {', '.join(map(str, sizes))} parameters"
 
 
 def best_checkpoint(config: RankConfig, ended: TrainingState | None = None) -> Manifest | None:

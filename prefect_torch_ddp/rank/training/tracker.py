@@ -70,7 +70,7 @@ class Tracker:
         self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
         self._committer = Committer(*run, config.checkpoint, self._committed)
         self._checkpointer: Checkpointer | None = None
-        self._num_groups: dict[str, int] = {}
+        self._group_sizes: dict[str, list[int]] = {}
         self.wrapped: WeakSet[nn.Module] = WeakSet()
         """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
         self.take_passes: Callable[[], list[tuple[int, int]]] = list
@@ -100,7 +100,7 @@ class Tracker:
                 self._restorer.restore(name, item)
                 if self._checkpointer is not None:  # not only at the first checkpoint
                     self._checkpointer.check_tracked(name, item)
-            tracked.warn_of_groups(self._num_groups, objects)
+            tracked.warn_of_groups(self._group_sizes, objects)
             self._objects.update(objects)  # or who catches an error would get it again at the end
             if self._config.trains and self._state.position.in_own_loop:
                 self._restore_generators(self._restorer)
@@ -275,7 +275,7 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = state.position._replace(in_own_loop=True)
-            tracked.warn_of_groups(self._num_groups, self._objects)
+            tracked.warn_of_groups(self._group_sizes, self._objects)
             self._clock.begin(time.monotonic())
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()

@@ -192,6 +192,9 @@ def test_an_optimizer_of_another_kind_or_with_other_groups_is_named() -> None:
     grown.add_param_group({"params": parameters(1)})
     with pytest.raises(ValueError, match="it has 2 parameter groups and the optimizer here 1"):
         load_state(sgd, state_of(grown))
+    wide = torch.optim.SGD(parameters(2), 0.1)
+    with pytest.raises(ValueError, match=r"group 0 has 2 parameters .* here 1: .* lr=0"):
+        load_state(sgd, state_of(wide))
     older = state_of(torch.optim.SGD([weight], 0.2))
     del older["param_groups"][0]["maximize"]
     load_state(sgd, older)

@@ -106,8 +106,9 @@ def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None
         assert (ctx.step, resumed.value) == (2, 2)
 
 
+@pytest.mark.parametrize("how", ["a group", "a parameter"])
 def test_an_optimizer_that_got_another_group_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Once, at the first save after that: a resume has to make all groups before it tracks."""
     policy = CheckpointParams(every_steps=1, every_s=None)
@@ -117,8 +118,13 @@ def test_an_optimizer_that_got_another_group_is_warned_of(
         for _ in steps_over(ctx, 4):
             if ctx.step == 3:
                 assert "parameter groups" not in caplog.text
-                optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
-    assert caplog.text.count("'optimizer' has 2 parameter groups, and had 1 when it was") == 1
+                if how == "a group":
+                    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+                else:
+                    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(1)))
+    now = "2 parameter groups of 2, 2" if how == "a group" else "1 parameter group of 3"
+    said = f"'optimizer' has {now} parameters, and had 1 parameter group of 2 parameters when it"
+    assert caplog.text.count(said) == 1
 
 
 # ---- The ledger.
