@@ -232,10 +232,13 @@ def _sum_by_share(
     weights, group, ddp_ref = context
     gradients = bucket.buffer()
     ddp = ddp_ref()
-    if bucket.is_last() and ddp is not None and not ddp._join_config.enable:  # noqa: SLF001
-        weights.sums.summed(ddp.module)
-        # Not before the whole pass has ended: it may still read buffers.
-        torch.autograd.Variable._execution_engine.queue_callback(ddp.sync_buffers)  # noqa: SLF001
+    if bucket.is_last() and ddp is not None:
+        joins = ddp._join_config.enable  # noqa: SLF001
+        weights.sums.summed(ddp.module, counts=not joins)
+        if not joins:
+            # Not before the whole pass has ended: it may still read buffers.
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+            engine.queue_callback(ddp.sync_buffers)
     weights.scale(gradients, group)
     # With the last bucket this rank's own work is done. What a GPU computes isn't done by then.
     handed_ns = time.monotonic_ns() if bucket.is_last() and gradients.device.type == "cpu" else None

@@ -69,9 +69,13 @@ class SumWatch:
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(register(probe))
 
-    def summed(self, model: nn.Module) -> None:
-        """Note that a whole backward pass of a wrapped model, or of its copy, is being summed."""
-        self.passes.count()
+    def summed(self, model: nn.Module, *, counts: bool) -> None:
+        """Note that a whole backward pass of a wrapped model, or of its copy, is being summed.
+
+        It doesn't count within `join`, where ranks may make different numbers of passes.
+        """
+        if counts:
+            self.passes.count()
         wrapped = self._wrapped.get(model)
         if wrapped is None:
             return

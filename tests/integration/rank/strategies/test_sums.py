@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
@@ -265,7 +266,95 @@ def frozen_all_along(ctx: RankContext) -> None:
     train(ctx, ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1))
 
 
+def joined(ctx: RankContext) -> None:
+    """Make different numbers of passes within DDP's join, in a loop without ctx.steps."""
+    model = ctx.wrap(make())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = data().tensors
+    with model.join():  # type: ignore[operator]
+        for i in range(3 + ctx.rank):
+            optimizer.zero_grad()
+            loss_of(model(x[i : i + 2]), y[i : i + 2]).backward()
+            optimizer.step()
+
+
+def sparse(ctx: RankContext) -> None:
+    """A model of which some gradients, or all of them, are sparse."""
+    for net in (
+        nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 1)),
+        nn.Sequential(nn.Embedding(16, 1, sparse=True)),
+    ):
+        model = ctx.wrap(net)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        samples = TensorDataset(torch.arange(16), torch.ones(16, 1))
+        for x, y in ctx.steps(ctx.loader(samples, global_batch_size=4), epochs=1):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+def static_graph(ctx: RankContext) -> None:
+    """A static graph, in which a layer is checkpointed and used twice."""
+    net = make()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = checkpoint(net[0], x.requires_grad_(), use_reentrant=True)
+            return net(checkpoint(net[0], first, use_reentrant=True))
+
+    model = ctx.wrap(Twice(), static_graph=True)
+    train(ctx, model, torch.optim.SGD(net.parameters(), 0.1))
+
+
+def compiled_step(ctx: RankContext) -> None:
+    """A compiled step of the optimizer."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        step()
+
+
+def closures(ctx: RankContext) -> None:
+    """An optimizer that makes passes in its step."""
+    model = ctx.wrap(make())
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss.detach() * 0 + 1  # LBFGS asks it when to stop: the same on every rank
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def penalty(ctx: RankContext) -> None:
+    """A penalty on the gradient of the loss by the inputs."""
+    model = ctx.wrap(make())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss = loss_of(model(x.requires_grad_()), y)
+        (by_inputs,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + by_inputs.square().sum()).backward()
+        optimizer.step()
+
+
 HEALTHY = (
+    joined,
+    sparse,
+    static_graph,
+    compiled_step,
+    closures,
+    penalty,
     wrapped_again,
     within_another,
     adversaries,
