@@ -123,8 +123,6 @@ class FunctionEnded:
     """A rank's function ended; its last checkpoint and metrics may still be being written."""
 
     rank: int
-    all_steps: int | None = None
-    """How many steps it made in all, where another run of it would add none."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def run_with_context(
     parts = _parts(config)
     with RankContext(parts) as context:
         value = function(context, *args, **(kwargs or {}))
-        current_link().send(FunctionEnded(NO_RANK, parts.state.all_steps))
+        current_link().send(FunctionEnded(NO_RANK))
         return value
 
 

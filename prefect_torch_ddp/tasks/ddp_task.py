@@ -26,7 +26,7 @@ from prefect_torch_ddp.gang.caller.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.digest import code_of, digest_of
+from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
@@ -38,7 +38,6 @@ from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
-from prefect_torch_ddp.tracking.finished import ended_call, record_ended_call
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
 
@@ -59,12 +58,11 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one, or returns
-    its value without a gang where that one's training had ended. For that the value must be plain
-    JSON of at most 1 MB, all steps of the last `ctx.steps` made, and the function's own source and
-    what it closes over unchanged; else the function runs again, from the last checkpoint. In
-    another process that isn't promised for arguments that are pickled by value, such as functions
-    and classes of `__main__` and instances of such classes.
+    are one training, also when the flow run is retried: a call resumes the previous one. If that
+    one's training had ended, the function runs again from the last checkpoint, and adds no step.
+    With Prefect's `persist_result=True` it doesn't run again: Prefect returns the value that it
+    kept. In another process equal arguments may count as different if they are pickled by value,
+    such as functions and classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
 
 
@@ -272,9 +270,6 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
     run_id = _run_id(context, params, args, kwargs)
-    code = None if params.run_key is None else code_of(fn)
-    if code is not None and (done := ended_call(storage, run_id, code)) is not None:
-        return done.value
     experiment = task.experiment
     resume_from = resume_point(params, storage, run_id, experiment)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
@@ -306,8 +301,6 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         **params.options_of_gang(),
     ) as values:
         recorder.returned(values[0])
-    if code is not None and recorder.all_steps is not None:
-        record_ended_call(storage, recorder.record, recorder.all_steps, code, values[0])
     return values[0]
 
 

@@ -1,10 +1,8 @@
-"""Digests by which a call of a `ddp_task` is known again: of its arguments and of its code."""
+"""The digest of a call's arguments by which a `ddp_task` with a `run_key` is known again."""
 
 import hashlib
-import inspect
 import pickle
 import sys
-from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -60,18 +58,3 @@ def _array(value: Any) -> str | None:
         return None
     kind = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {about}"
     return f"{kind} {hashlib.sha256(content).hexdigest()}"
-
-
-def code_of(function: Callable[..., Any]) -> str | None:
-    """Return a digest of a function's source and of what it closes over; None: nobody can tell.
-
-    As Prefect's TASK_SOURCE does, it leaves out what the function calls, globals and environment.
-    """
-    function = inspect.unwrap(function)
-    try:
-        source = inspect.getsource(function)
-        closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        return digest_of((source, closed))
-    # As in a notebook; a cell that is empty, or holds a lock.
-    except (OSError, TypeError, ValueError, pickle.PicklingError):
-        return None

@@ -76,7 +76,7 @@ def train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 
 def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    done = finished_training(run.storage, run.run_id, TrainingSummary)
+    done = finished_training(run.storage, run.run_id)
     if done is not None:
         words = "the training has finished already, in attempt %d: it is not run again"
         get_run_logger().info(words, done.attempt)

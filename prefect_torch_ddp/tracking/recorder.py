@@ -21,7 +21,6 @@ from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     CheckpointCommitted,
     FailureRecord,
-    FunctionEnded,
     GangEvent,
     Progress,
 )
@@ -61,8 +60,6 @@ class RunRecorder:
         """
         self.record = draft
         """What is known by now."""
-        self.all_steps: int | None = None
-        """How many steps the training made, once its function has ended and would add none."""
         self._storage = storage
         self._source = source
         self._own: list[AttemptRecord] = []
@@ -87,8 +84,6 @@ class RunRecorder:
                 self._commit(event)
             case FailureRecord():
                 self._fail(event)
-            case FunctionEnded(rank=0):
-                self.all_steps = event.all_steps
 
     def trained(self, summary: TrainingSummary) -> None:
         """Take in what a workload's training gave."""

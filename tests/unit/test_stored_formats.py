@@ -25,7 +25,6 @@ from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.records.run_record import list_records
-from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.finished import finished_training
@@ -108,7 +107,7 @@ KINDS = {
     "failure": Kind(f"{RUN}/failures/000001.json", lambda storage: read_failures(storage, RUN_ID)),
     "finished training": Kind(
         f"{RUN}/training.json",
-        lambda storage: finished_training(storage, RUN_ID, TrainingSummary),
+        lambda storage: finished_training(storage, RUN_ID),
     ),
     "metrics": Kind(
         f"{RUN}/metrics/{PART}",

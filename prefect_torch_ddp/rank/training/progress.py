@@ -126,16 +126,6 @@ class TrainingState:
         return self.total_epochs is not None and self.total_epochs - before == 1
 
     @property
-    def all_steps(self) -> int | None:
-        """How many steps the training made in all; None where running it again may add some.
-
-        So it may where its last call of `steps` was left by `break`, and in a loop of its own.
-        """
-        is_through = self.total_steps is not None and self.step >= self.total_steps
-        has_ended = is_through or self.position.stopped_early
-        return self.step if has_ended and self.stopped_by is None else None
-
-    @property
     def checkpoint_number(self) -> int:
         """The number of a checkpoint made now: the step, and beyond it those made outside."""
         return self.step + self.position.num_own_numbers

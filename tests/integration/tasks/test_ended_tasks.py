@@ -1,4 +1,4 @@
-"""A flow is retried behind the end of a `ddp_task`'s training: README's example, as a script."""
+"""A flow is retried after the end of a `ddp_task`'s training: README's example, as a script."""
 
 import os
 import re
@@ -23,7 +23,6 @@ LATER = """
 """
 CHANGES = {
     "import torch\n": "import torch\nfrom prefect.runtime import flow_run\n",
-    "retries=2": 'run_key="fit"',
     '"threads_per_worker": 1}': '"threads_per_worker": 1, "dashboard_address": ":0"}',
     "}))\n": "}), retries=1)\n",
     "    return fit.submit(lr=0.1).result()\n": LATER,
@@ -31,19 +30,27 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("returns", "num_attempts", "says"),
+    ("options", "num_attempts", "says"),
     [
-        (".item()\n\n", 1, "had ended at step 80: its value is returned, nothing was trained"),
-        pytest.param("\n\n", 2, "isn't kept", marks=pytest.mark.extended),
+        pytest.param(
+            'run_key="fit", persist_result=True', 1, "in state Cached", id="its value is kept"
+        ),
+        pytest.param(
+            'run_key="fit"',
+            2,
+            "resuming from the checkpoint of step 80",
+            id="its value isn't kept",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
-def test_readmes_task_when_its_flow_is_retried_behind_its_end(
-    tmp_path: Path, returns: str, num_attempts: int, says: str
+def test_readmes_task_when_its_flow_is_retried_after_its_end(
+    tmp_path: Path, options: str, num_attempts: int, says: str
 ) -> None:
-    """Both runs of the flow get the same value, and the run stays completed. A number is kept, and
-    nothing is trained a second time; a tensor isn't, and its function runs again."""
+    """Both runs of the flow get the same value, and the run stays completed. If Prefect kept the
+    value, no gang is started a second time; otherwise the function runs again."""
     (code,) = (example for example in EXAMPLES if "@ddp_task" in example)
-    for old, new in {**CHANGES, ".item()\n\n": returns}.items():
+    for old, new in {**CHANGES, "retries=2": options}.items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)
     script = tmp_path / "line.py"

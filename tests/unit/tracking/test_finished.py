@@ -1,13 +1,9 @@
 """Shows when a training counts as finished: as long as its record and its last checkpoint are
-there. And which values of a ddp_task are kept with it."""
+there."""
 
-import math
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from prefect.logging import disable_run_logger
 
@@ -17,17 +13,11 @@ from prefect_torch_ddp.checkpoint.keys import CheckpointId, finished_key, manife
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import FailureRecord
-from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import failed_attempts
-from prefect_torch_ddp.tracking.finished import (
-    ended_call,
-    finished_training,
-    record_ended_call,
-    record_finished,
-)
+from prefect_torch_ddp.tracking.finished import finished_training, record_finished
 
 MANIFEST = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
 
@@ -59,10 +49,10 @@ def report_of(run: Run) -> TrainingSummary:
 def test_a_finished_training_is_recognised(run: Run) -> None:
     """Its report is the one that was recorded; another run's isn't it, and an older attempt
     records nothing."""
-    assert finished_training(run.storage, run.run_id, TrainingSummary) is None
+    assert finished_training(run.storage, run.run_id) is None
     record_finished(run.storage, run.run_id, report_of(run))
-    assert finished_training(run.storage, run.run_id, TrainingSummary) == report_of(run)
-    assert finished_training(run.storage, "other", TrainingSummary) is None
+    assert finished_training(run.storage, run.run_id) == report_of(run)
+    assert finished_training(run.storage, "other") is None
     claim_attempt(run.storage, "run")
     with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded"):
         record_finished(run.storage, run.run_id, report_of(run))
@@ -84,7 +74,7 @@ def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
             finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1),
             b'{"attempt": 1',
         )
-    assert finished_training(run.storage, run.run_id, TrainingSummary) is None
+    assert finished_training(run.storage, run.run_id) is None
 
 
 def test_a_move_is_no_failure(run: Run) -> None:
@@ -93,66 +83,3 @@ def test_a_move_is_no_failure(run: Run) -> None:
     write_failure(run.storage, "run", FailureRecord(1, 1, "workers for 2", None, 5, is_move=True))
     write_failure(run.storage, "run", FailureRecord(2, 2, "rank 1 died", None, 7))
     assert [(each.attempt, each.summary) for each in failed_attempts(run)] == [(2, "rank 1 died")]
-
-
-def keep(run: Run, value: Any) -> None:
-    """Keep what a ddp_task returned in its first attempt."""
-    now = datetime.now(UTC)
-    record = RunRecord(
-        run_id="run",
-        experiment="fit",
-        workload="fit",
-        began=now,
-        storage=run.storage.uri,
-        attempts=(AttemptRecord(attempt=1, world_size=2, began=now),),
-        checkpoint=checkpoint_ref(run.storage, MANIFEST),
-    )
-    record_ended_call(run.storage, record, 7, "code", value)
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, 2**70, 0.1 + 0.2, "é\n", [], {"a": [1, 1.0, {"b": None}]}]
-)
-def test_a_plain_value_is_kept_as_it_is(run: Run, value: object) -> None:
-    """For the same code, as long as the training's last checkpoint is there."""
-    keep(run, value)
-    done = ended_call(run.storage, "run", "code")
-    assert done is not None
-    assert repr(done.value) == repr(value)
-    assert ended_call(run.storage, "run", "other code") is None
-    run.storage.delete(manifest_key("run", 7, 1))
-    assert ended_call(run.storage, "run", "code") is None
-
-
-in_itself: list[Any] = []
-in_itself.append(in_itself)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        (1, 2),
-        {1: "a"},
-        {"a": (1,)},
-        math.nan,
-        [math.inf],
-        np.float64(1),
-        b"a",
-        "\ud800",
-        pytest.param(in_itself, id="a list that contains itself"),
-        "a" * 1_000_001,
-        pytest.param(object(), id="an object"),
-    ],
-)
-def test_a_value_that_would_come_back_otherwise_is_not_kept(run: Run, value: object) -> None:
-    """JSON makes a list of a tuple, and has no nan; nothing from a storage is unpickled."""
-    keep(run, value)
-    assert ended_call(run.storage, "run", "code") is None
-    assert not list(run.storage.list(finished_key("run")))
-
-
-def test_a_superseded_attempt_keeps_no_value(run: Run) -> None:
-    """It returns its value all the same."""
-    claim_attempt(run.storage, "run")
-    keep(run, 1)
-    assert ended_call(run.storage, "run", "code") is None

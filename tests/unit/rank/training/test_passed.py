@@ -192,23 +192,3 @@ def test_a_run_that_begins_from_an_ended_one_keeps_what_its_own_code_changes(
 
     train("first")
     assert train("next", resume_from="first") == [0.001, 0.001]
-
-
-def test_steps_count_as_all_where_another_run_adds_none(tmp_path: Path) -> None:
-    """At the end of the last loop, also by its own early stop, and again; not behind a break, or
-    where there is no loop of steps."""
-
-    def train(run_id: str, *, how: str = "") -> int | None:
-        with RankContext.local(storage=tmp_path, run_id=run_id, checkpoint=EVERY_STEP) as ctx:
-            ctx.track(total=Tracked())
-            for _ in () if how == "no loop" else steps_over(ctx):
-                if ctx.step == 2 and how == "stop":
-                    ctx.request_stop("enough")
-                if ctx.step == 2 and how == "break":
-                    break
-            return ctx._parts.state.all_steps
-
-    assert [train("whole") for _ in range(2)] == [4, 4]
-    assert [train("early", how="stop") for _ in range(2)] == [2, 2]
-    assert [train("broken", how=how) for how in ("break", "")] == [None, 4]
-    assert train("none", how="no loop") is None
