@@ -14,12 +14,7 @@ import cloudpickle
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangError, InvalidParamsError, WorkerLostError
-from prefect_torch_ddp.gang.caller.code import (
-    brings_context,
-    name_of,
-    own_code_paths,
-    pickle_call,
-)
+from prefect_torch_ddp.gang.caller.code import own_code_paths, pickle_call
 from prefect_torch_ddp.gang.caller.growth import Growth
 from prefect_torch_ddp.gang.caller.lines import log_event
 from prefect_torch_ddp.gang.caller.placement import (
@@ -42,13 +37,14 @@ from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttempt
 from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 
 
 def run_gang(  # noqa: PLR0913 - level 1 is one call
     client: Client,
-    fn: Callable[..., Any] | str,
+    fn: Callable[..., Any] | str | Call,
     args: Sequence[Any] | Callable[[int], Sequence[Any]] = (),
     kwargs: Mapping[str, Any] | None = None,
     world_size: int | None = None,
@@ -91,17 +87,18 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         GangCancelledError: the gang was cancelled from outside; says by what, and what is saved.
     """
     check_client(client)
-    check_call(fn, () if callable(args) else args, kwargs)
+    call = fn if isinstance(fn, Call) else Call(fn)
+    check_call(call.fn, () if callable(args) else args, kwargs)
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
     log = attempt_log or CallAttemptLog(attempt)
-    plan = _plan(fn, name or name_of(fn), given)
+    plan = _plan(call, name or call.name, given)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 
     def attempt_once(number: int) -> list[bytes]:
-        own_args = tuple(args(number) if callable(args) else args)
-        preload = preload_of(own_args[1] if brings_context(fn) else fn, given.preload)
-        payload = pickle_call(fn, own_args, dict(kwargs or {}))
+        whole_call = call.with_arguments(args(number) if callable(args) else args, kwargs or {})
+        preload = preload_of(whole_call.code, given.preload)
+        payload = pickle_call(whole_call)
         logs = cloudpickle.dumps(log.logs)
         whole = replace(plan, payload=payload, preload=preload, logs=logs)
         return _attempt(client, whole, restarts, number)
@@ -111,8 +108,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
 
 
-def _plan(fn: Callable[..., Any] | str, name: str, given: CallParams) -> GangPlan:
-    if given.max_world_size is not None and not brings_context(fn):
+def _plan(call: Call, name: str, given: CallParams) -> GangPlan:
+    if given.max_world_size is not None and not call.takes_context:
         lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
         msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
         raise InvalidParamsError(msg)
@@ -122,7 +119,7 @@ def _plan(fn: Callable[..., Any] | str, name: str, given: CallParams) -> GangPla
         options=given,
         liveness_timeout_s=liveness_timeout_s(),
         code_paths=own_code_paths(),
-        watched_from_start=not brings_context(fn),
+        watched_from_start=not call.takes_context,
     )
 
 

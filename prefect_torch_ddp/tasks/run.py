@@ -23,6 +23,7 @@ from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
 from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     FailureRecord,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
-RUN_STAGE = "prefect_torch_ddp.rank.stages:run_stage"
-RUN_TASK = "prefect_torch_ddp.rank.stages:run_task"
+RUN_STAGE = Call("prefect_torch_ddp.rank.stages:run_stage", takes_context=True)
+RUN_TASK = Call("prefect_torch_ddp.rank.stages:run_task", takes_context=True)
 
 
 @dataclass(frozen=True)

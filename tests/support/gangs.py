@@ -15,11 +15,12 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing
 
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
+RUN_WITH_CONTEXT = Call("prefect_torch_ddp.rank.stages:run_with_context", takes_context=True)
 
 
 @contextlib.contextmanager

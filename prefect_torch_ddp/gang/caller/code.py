@@ -1,45 +1,31 @@
-"""The code of a gang's call: its pickle, its name, and the paths of its modules."""
+"""The code of a gang's call: its pickle, and the paths of its modules."""
 
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.unsendable import unsendable
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import CodePaths, is_installed, package_folders
 
 
-def pickle_call(
-    fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bytes:
-    """Pickle the call, a script by its whole path; raises InvalidParamsError where that fails."""
-    if isinstance(fn, str) and fn.endswith(".py"):
-        fn = str(Path(fn).resolve())
+def pickle_call(call: Call) -> bytes:
+    """Pickle the call, a script by its whole path; raises InvalidParamsError if that fails."""
+    if isinstance(call.fn, str) and call.fn.endswith(".py"):
+        call = replace(call, fn=str(Path(call.fn).resolve()))
     try:
-        payload: bytes = cloudpickle.dumps((fn, args, kwargs))
+        payload: bytes = cloudpickle.dumps(call)
     except Exception as error:
-        if brings_context(fn) and len(args) == 4:  # noqa: PLR2004 - the user's call, and its context
-            _, fn, own_args, kwargs = args
-            args = (None, *own_args)
-        msg = unsendable(fn, args, kwargs) or (
-            f"{name_of(fn)} or its arguments can't be sent to the ranks: "
+        parts = (unsendable(each.fn, each.args, each.kwargs) for each in (call.users_own, call))
+        msg = next(filter(None, parts), None) or (
+            f"{call.name} or its arguments can't be sent to the ranks: "
             f"{type(error).__name__}: {error}"
         )
         raise InvalidParamsError(msg) from error
     return payload
-
-
-def brings_context(fn: Callable[..., Any] | str) -> bool:
-    """Whether this is our own entry with a RankContext, which says from when it is watched."""
-    return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.stages:")
-
-
-def name_of(fn: Callable[..., Any] | str) -> str:
-    """Return the function's name for people."""
-    return fn if isinstance(fn, str) else getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def own_code_paths() -> CodePaths:

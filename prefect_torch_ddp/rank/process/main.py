@@ -7,10 +7,11 @@ import pickle
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
 from prefect_torch_ddp.rank.link import AgentLink, set_link
@@ -68,7 +69,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
 
 
 def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
-    fn, args, kwargs = pickle.loads(payload)
+    call: Call = pickle.loads(payload)
     # Torch loads after the user's own modules, which may set its environment variables.
     from prefect_torch_ddp.rank.distributed import (  # noqa: PLC0415
         choose_device,
@@ -80,7 +81,7 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     choose_device(launch)
     join_process_group(launch)
     link.heartbeat.enter(Phase.FUNCTION)
-    value = _call(fn, args, kwargs)
+    value = _run_call(call)
     link.heartbeat.enter(Phase.RETURNED)
     join_threads()
     link.returned(pickle_value(value, launch.place.rank))
@@ -90,12 +91,12 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
         link.wait_to_leave(None)
 
 
-def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not isinstance(fn, str):
-        return fn(*args, **kwargs)
-    if fn.endswith(".py"):
-        return _run_script(fn, args)
-    return resolve(fn)(*args, **kwargs)
+def _run_call(call: Call) -> Any:
+    if not isinstance(call.fn, str):
+        return call.fn(*call.args, **call.kwargs)
+    if call.fn.endswith(".py"):
+        return _run_script(call.fn, call.args)
+    return resolve(call.fn)(*call.args, **call.kwargs)
 
 
 def _run_script(path: str, args: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.records import read_records
 from tests.support.s3_server import Exchange, Fault, S3Server, Wire
 from tests.support.waiting import HANG_S, wait_until
@@ -63,10 +64,14 @@ def run(
         )
         return config, stored.train_beside_silence, (str(folder), how)
 
-    entry = "prefect_torch_ddp.rank.stages:run_with_context"
     attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
     return run_gang(
-        client, entry, args=arguments, attempt_log=attempt_log, world_size=2, on_event=events.append
+        client,
+        RUN_WITH_CONTEXT,
+        args=arguments,
+        attempt_log=attempt_log,
+        world_size=2,
+        on_event=events.append,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.code import pickle_call
 from prefect_torch_ddp.gang.caller.unsendable import unsendable
+from prefect_torch_ddp.protocol.call import Call
 
 LOCK = threading.Lock()
 
@@ -47,7 +48,7 @@ def test_an_argument_is_named_to_the_part_that_cannot_be_sent(
     """By the name of its parameter, with pickle's reason and the way out."""
     said = f"{place} can't be sent to the ranks: TypeError: cannot pickle '_io.BufferedWriter' obj"
     with pytest.raises(InvalidParamsError) as refused:
-        pickle_call(fit, (None, *call(opened)), {})
+        pickle_call(Call(fit, (None, *call(opened))))
     assert str(refused.value).startswith(said)
     assert "a dataset opens its file when it first reads" in str(refused.value)
 
@@ -59,7 +60,7 @@ def test_an_argument_by_name_and_of_a_task_is_named(opened: Any) -> None:
         ("dataset", (opened,), {}),
     ):
         with pytest.raises(InvalidParamsError) as refused:
-            pickle_call("prefect_torch_ddp.rank.stages:run_task", (0, fit, args, kwargs), {})
+            pickle_call(Call("package.stages:run", (0, fit, args, kwargs), takes_context=True))
         assert str(refused.value).startswith(f"{place} can't be sent to the ranks: TypeError")
 
 

@@ -17,6 +17,7 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     UnpicklableValueError,
 )
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.process import main
 from prefect_torch_ddp.rank.process.failure import (
     describe,
@@ -124,7 +125,7 @@ def test_the_traceback_begins_at_the_users_code() -> None:
         raise ValueError(msg)
 
     try:
-        main._call(users_function, (), {})
+        main._run_call(Call(users_function))
     except ValueError as error:
         error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
         text = describe(error, 0, "a").traceback_text
