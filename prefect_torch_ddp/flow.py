@@ -7,16 +7,13 @@ from uuid import UUID
 
 from prefect import Task, flow
 from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
-from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
@@ -26,20 +23,16 @@ from prefect_torch_ddp.tasks.cluster import (
     cluster_lives,
     connect,
     result_of,
-    with_ranks_placed,
 )
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
-from prefect_torch_ddp.tasks.run import Run, run_id_of
+from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.watch.terminal import Display
-from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
-from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
-from prefect_torch_ddp.tracking.resume import resume_point
 
 DEFAULTS = TrainParams()
 OURS_GRACE_S = 5.0
@@ -63,7 +56,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
             wrote its checkpoint.
     """
     try:
-        return _run(_check(with_ranks_placed(params)))
+        return _run(Run.from_params(params))
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
         state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
@@ -86,19 +79,12 @@ def evaluate_flow(
         InvalidParamsError: there is no record of such a run, or it isn't one of train_flow.
         CheckpointError: there is no such checkpoint any more, or it is damaged.
     """
-    own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
-    point = parse_resume_from(checkpoint, own, resolve_storage)
-    point.manifest()  # before a cluster starts: there is one
-    params, dataset_id, experiment = recorded_params(own, point.run_id)
-    if cluster is not None:
-        theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
-        params = params.model_copy(update={"cluster": cluster, **theirs})
-    params = with_ranks_placed(params)
-    source = None if params.source is None else resolve_source(params.source)
-    run = Run(point.run_id, params, own, dataset_id, experiment, source=source)
+    run, point = Run.from_checkpoint(checkpoint, storage, cluster)
+    params = run.params
     with _served(params):
-        connect(params, own)
-        chosen = checkpoint_ref(own, point.manifest())  # the newest now, of a run that trains on
+        connect(params, run.storage)
+        # The newest now, if it was given a run that still trains.
+        chosen = checkpoint_ref(run.storage, point.manifest())
         return result_of(submit_off_thread(evaluate, run, chosen, params.world_size), params)
 
 
@@ -127,21 +113,13 @@ def _run(run: Run) -> TrainReport:
         checkpoint = chosen_checkpoint(run, training)
         evaluated = submit_off_thread(evaluate, run, checkpoint, training.world_size)
         evaluation = result_of(evaluated, params)
-        found: dict[str, Any] = {
-            "params": params,
-            "storage": run.storage,
-            "experiment": run.experiment,
-            "dataset": dataset,
-            "training": training,
-            "evaluation": evaluation,
-            "checkpoint": checkpoint,
-        }
+        found = run, dataset, training, evaluation, checkpoint
         report: TrainReport
         if is_here:
             with Display("publish"):
-                report = publish(**found)
+                report = publish(*found)
         else:
-            report = result_of(publish.submit(**found), params)
+            report = result_of(publish.submit(*found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     return report.model_copy(update={"flow_run_url": url})
 
@@ -177,27 +155,3 @@ def _train(
             get_run_logger().warning(
                 "%s; the training is submitted again and resumes from its newest checkpoint", error
             )
-
-
-def _check(params: TrainParams) -> Run:
-    """Refuse what can't work before anything is started, and name the run."""
-    workload = read_workload(params.workload)
-    storage = resolve_storage(params.storage)
-    storage.check_writable()
-    source = None if params.source is None else resolve_source(params.source)
-    context = FlowRunContext.get()
-    assert context is not None
-    assert context.flow_run is not None
-    run_id = run_id_of(context.flow_run.name, context.flow_run.id)
-    experiment = experiment_of(params.workload)
-    return Run(
-        run_id=run_id,
-        experiment=experiment,
-        params=params,
-        storage=storage,
-        resume_from=resume_point(params, storage, run_id, experiment),
-        source=source,
-        dataset_id=dataset_id(
-            workload, params.data_options, None if source is None else fingerprint_of(source)
-        ),
-    )

@@ -60,8 +60,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     """Run a function on `world_size` ranks, each a process of its own on a Dask worker.
 
     Args:
-        client: a synchronous Dask client. If a Dask or Prefect task of the cluster calls this, the
-            task gives up its worker's thread, which the gang may need.
+        client: a synchronous Dask client. A Dask task that calls this leaves its worker's thread.
         fn: any callable, `"package.module:function"`, or the path of a script (`args` is its argv).
         args: positional arguments, or a function that returns them for the number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
@@ -92,15 +91,13 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
     log = attempt_log or CallAttemptLog(attempt)
-    plan = _plan(call, name or call.name, given)
+    plan = _plan(call, name or call.name, given, log)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 
     def attempt_once(number: int) -> list[bytes]:
-        whole_call = call.with_arguments(args(number) if callable(args) else args, kwargs or {})
-        preload = preload_of(whole_call.code, given.preload)
-        payload = pickle_call(whole_call)
-        logs = cloudpickle.dumps(log.logs)
-        whole = replace(plan, payload=payload, preload=preload, logs=logs)
+        made = call.with_arguments(args(number) if callable(args) else args, kwargs or {})
+        preload, payload = preload_of(made.code, given.preload), pickle_call(made)
+        whole = replace(plan, payload=payload, preload=preload)
         return _attempt(client, whole, restarts, number)
 
     refuse_held_resources(plan.resources)
@@ -108,7 +105,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
 
 
-def _plan(call: Call, name: str, given: CallParams) -> GangPlan:
+def _plan(call: Call, name: str, given: CallParams, log: AttemptLog) -> GangPlan:
     if given.max_world_size is not None and not call.takes_context:
         lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
         msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
@@ -120,6 +117,7 @@ def _plan(call: Call, name: str, given: CallParams) -> GangPlan:
         liveness_timeout_s=liveness_timeout_s(),
         code_paths=own_code_paths(),
         watched_from_start=not call.takes_context,
+        logs=cloudpickle.dumps(log.logs),
     )
 
 

@@ -16,21 +16,24 @@ from distributed.worker import thread_state
 from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun, Pause
 from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.errors import (
     GangCancelledError,
+    GangError,
     InvalidParamsError,
     SchedulerLostError,
     StorageError,
     TaskCancelled,
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
+from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
-from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
@@ -198,6 +201,18 @@ def _refuse_second_life(
     if key not in tasks.get(worker.address, ()):
         msg = f"Dask has taken this task from worker {worker.address}; training is not run twice"
         raise GangCancelledError(msg)
+
+
+def wait_for_earlier(client: distributed.Client, name: str, params: ContextParams) -> None:
+    """Wait until a gang of this name has stopped, for as long as one gets to stop.
+
+    Dask runs the task of a retired worker again at once, elsewhere: that attempt must not fence
+    off the last checkpoint of the one that still stops there.
+    """
+    limit_s = params.stop_grace_s
+    say = get_run_logger().info
+    with contextlib.suppress(GangError, OSError):  # then the gang itself says what is wrong
+        client.sync(until_gone, client, name, params.resources or {}, limit_s, say)
 
 
 def result_of(future: PrefectFuture[R], params: TrainParams) -> R:

@@ -7,7 +7,6 @@ from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.results import (
     CheckpointRef,
@@ -21,6 +20,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view
+from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
 from prefect_torch_ddp.tracking.description import complete_record, draft_record
 
@@ -28,10 +28,8 @@ from prefect_torch_ddp.tracking.description import complete_record, draft_record
 # The storage may hold credentials: no cache key is made of the inputs.
 @task(name="publish", cache_policy=NO_CACHE)
 # Each is another task's result, and Prefect draws the run's graph by them.
-def publish(  # noqa: PLR0913, PLR0917
-    params: TrainParams,
-    storage: Storage,
-    experiment: str,
+def publish(
+    run: Run,
     dataset: DatasetReport,
     training: TrainingSummary,
     evaluation: Report,
@@ -43,6 +41,7 @@ def publish(  # noqa: PLR0913, PLR0917
         SupersededError: a newer attempt has begun.
     """
     Teller()
+    params, storage, experiment = run.params, run.storage, run.experiment
     refuse_superseded(storage, training.run_id, training.attempt)
     stored = StoredRun.of(storage, training.run_id)
     report = TrainReport(

@@ -1,49 +1,23 @@
-"""What the tasks of one run share: its description, its name, its log and its attempt log."""
+"""A run of train-ddp as its tasks share it: what it was given, resolved once, and its name."""
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 from uuid import UUID
 
-from prefect.logging import get_run_logger
+from prefect.context import FlowRunContext
 
-from prefect_torch_ddp.checkpoint.attempts import (
-    claim_attempt,
-    claim_attempt_after,
-    read_failures,
-    write_failure,
-)
-from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
-from prefect_torch_ddp.gang.caller.workers import until_gone
-from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
+from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
-from prefect_torch_ddp.protocol.events import (
-    AttemptBegan,
-    FailureRecord,
-    GangEvent,
-    LogLine,
-    RankStack,
-    RecordsLeft,
-)
 from prefect_torch_ddp.rank.config import RankConfig, Stage
-from prefect_torch_ddp.records.log import put_part
-from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Readable, Storage
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.watch.terminal import Teller
-
-if TYPE_CHECKING:
-    import logging
-
-    from distributed import Client
-
+from prefect_torch_ddp.tasks.cluster import with_ranks_placed
+from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
+from prefect_torch_ddp.tracking.resume import resume_point
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
 RUN_STAGE = Call("prefect_torch_ddp.rank.stages:run_stage", takes_context=True)
@@ -52,7 +26,7 @@ RUN_TASK = Call("prefect_torch_ddp.rank.stages:run_task", takes_context=True)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of train-ddp: its parameters, its id and its storage."""
+    """One run of train-ddp, with everything that its parameters name resolved."""
 
     run_id: str
     params: TrainParams
@@ -63,6 +37,64 @@ class Run:
     resume_from: ResumePoint | None = None
     source: Readable | None = None
     """Where the raw data is."""
+
+    @classmethod
+    def from_params(cls, params: TrainParams) -> Self:
+        """Resolve all that the run of this flow run needs, before anything is started.
+
+        Raises:
+            InvalidParamsError, CheckpointError, StorageError: something given can't work.
+        """
+        params = with_ranks_placed(params)
+        workload = read_workload(params.workload)
+        storage = resolve_storage(params.storage)
+        storage.check_writable()
+        source = None if params.source is None else resolve_source(params.source)
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        run_id = run_id_of(context.flow_run.name, context.flow_run.id)
+        experiment = experiment_of(params.workload)
+        resume_from = resume_point(params, storage, run_id, experiment)
+        raw = None if source is None else fingerprint_of(source)
+        return cls(
+            run_id=run_id,
+            params=params,
+            storage=storage,
+            dataset_id=dataset_id(workload, params.data_options, raw),
+            experiment=experiment,
+            resume_from=resume_from,
+            source=source,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: str, storage: str | None, cluster: ClusterParams | None
+    ) -> tuple[Self, ResumePoint]:
+        """Resolve an earlier run from its record, to evaluate its checkpoint.
+
+        Args:
+            checkpoint: its URI, or a run's for its newest.
+            storage: the block of the run's storage; None: the URI says where it is.
+            cluster: which Dask cluster evaluates; None: one like the run's.
+
+        Returns:
+            The run, and the checkpoint, which is there.
+
+        Raises:
+            InvalidParamsError: there is no record of such a run, or it isn't one of train_flow.
+            CheckpointError: there is no such checkpoint any more, or it is damaged.
+        """
+        own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
+        point = parse_resume_from(checkpoint, own, resolve_storage)
+        point.manifest()
+        params, dataset_id, experiment = recorded_params(own, point.run_id)
+        if cluster is not None:
+            theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
+            params = params.model_copy(update={"cluster": cluster, **theirs})
+        params = with_ranks_placed(params)
+        source = None if params.source is None else resolve_source(params.source)
+        return cls(point.run_id, params, own, dataset_id, experiment, source=source), point
 
     def rank_config(
         self, stage: Stage, attempt: int, restore_step: int | None = None
@@ -113,107 +145,3 @@ def run_id_of(name: str, prefect_id: UUID) -> str:
 def slug(name: str) -> str:
     """Return a name as a part of a key."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
-
-
-def log_to_run(
-    and_then: Callable[[GangEvent], None] = lambda _: None,
-    training: TrainingProgress | None = None,
-    name: str = "",
-) -> Callable[[GangEvent], None]:
-    """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first.
-
-    The flow is told what its display shows, how far the training is included.
-
-    Args:
-        and_then: receives all other events too.
-        training: what is known of it.
-        name: what the attempts train, to be logged.
-    """
-    teller = Teller(training)
-    asked = training.world_size if training else 0
-    logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
-
-    def receive(event: GangEvent) -> None:
-        if isinstance(event, RankStack):
-            event = stack_line(event)
-        if isinstance(event, LogLine):
-            logger.log(event.level, "%s", rank_text(event))
-            return
-        if isinstance(event, AttemptBegan) and name:
-            of = f" of {asked}" if event.world_size < asked else ""
-            values = event.attempt, name, event.world_size, of
-            logger.info("attempt %d trains %s on %d ranks%s", *values)
-        and_then(event)
-        teller.receive(event)
-
-    return receive
-
-
-MAX_PARALLEL = 16
-
-
-def wait_for_earlier(client: "Client", name: str, params: ContextParams) -> None:
-    """Wait until a gang of this name has stopped, for as long as one gets to stop.
-
-    Dask runs the task of a retired worker again at once, elsewhere: that attempt must not fence
-    off the last checkpoint of the one that still stops there.
-    """
-    limit_s = params.stop_grace_s
-    say = get_run_logger().info
-    with suppress(GangError, OSError):  # workers that can't be asked: the gang that comes says so
-        client.sync(until_gone, client, name, params.resources or {}, limit_s, say)
-
-
-@dataclass
-class RunAttemptLog:
-    """Claims the attempts of one task run, each of which fences off those before it."""
-
-    storage: Storage
-    run_id: str
-    knows_steps: bool
-    """Whether its function makes its steps by `ctx.steps`, as a workload does."""
-    _own_attempt: int | None = None
-
-    @property
-    def logs(self) -> LogFolder:
-        """Where the ranks' lines are kept."""
-        return LogFolder(self.storage, self.run_id)
-
-    def begin(self) -> int:
-        """Claim the next attempt: any at first, then the one that follows this task run's own.
-
-        Raises:
-            SupersededError: the training was begun elsewhere meanwhile, since this task run was
-                taken for lost.
-        """
-        if self._own_attempt is None:
-            self._own_attempt = claim_attempt(self.storage, self.run_id)
-        else:
-            self._own_attempt = claim_attempt_after(self.storage, self.run_id, self._own_attempt)
-        return self._own_attempt
-
-    def last_failure(self) -> FailureRecord | None:
-        """Return the newest failure on record."""
-        failures = read_failures(self.storage, self.run_id)
-        return failures[-1] if failures else None
-
-    def record_failure(self, record: FailureRecord) -> None:
-        """Put a failure on record."""
-        write_failure(self.storage, self.run_id, record)
-
-    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
-        """Write them as the ranks would have, each rank's in order.
-
-        Raises:
-            StorageError: some can't be written; the others are.
-        """
-        by_rank: defaultdict[str, list[RecordsLeft]] = defaultdict(list)
-        for part in left:
-            by_rank[part.key.rpartition("/")[0]].append(part)
-
-        def keep(parts: list[RecordsLeft]) -> None:
-            for part in parts:
-                put_part(self.storage, part.key, part.content)
-
-        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
-            list(pool.map(keep, by_rank.values()))

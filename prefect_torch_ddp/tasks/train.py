@@ -22,20 +22,15 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.cluster import current_client, wait_for_earlier
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.run import (
-    RUN_STAGE,
-    Run,
-    RunAttemptLog,
-    log_to_run,
-    run_id_of,
-    wait_for_earlier,
-)
+from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, run_id_of
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.run_log import log_to_run
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder

@@ -12,7 +12,7 @@ from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.benchmarks import killed
 from tests.benchmarks.beside import rounds, show
 from tests.support.gangs import RUN_WITH_CONTEXT

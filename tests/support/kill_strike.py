@@ -28,7 +28,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.kill_points import KillPoint
 from tests.support.killing_storage import KillingStorage, WireKill, leave_mark

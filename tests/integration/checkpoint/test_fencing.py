@@ -125,6 +125,7 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     """The task publish ends before it shows anything, when a newer attempt has begun since the
     training ended."""
     from prefect_torch_ddp.tasks.publish import publish
+    from prefect_torch_ddp.tasks.run import Run
 
     storage = DirectoryStorage(tmp_path)
     for _ in range(2):
@@ -132,7 +133,7 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     training: Any = SimpleNamespace(run_id="run", attempt=1)
     nothing: Any = None
     with pytest.raises(SupersededError, match=SUPERSEDED):
-        publish.fn(nothing, storage, "", nothing, training, nothing, nothing)
+        publish.fn(Run("run", nothing, storage, "", ""), nothing, training, nothing, nothing)
 
 
 @pytest.mark.parametrize(

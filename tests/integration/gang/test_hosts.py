@@ -21,7 +21,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import FailureRecord, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.integration.gang import namespaces
 from tests.integration.gang.namespaces import Host, Switch
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun

@@ -16,7 +16,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import FailureRecord, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.integration.gang.test_cancel import saved_steps
 from tests.support.gangs import (
     RUN_WITH_CONTEXT,

@@ -15,7 +15,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.integration.gang.test_leaving import worker_of
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own_cluster
 from tests.support.waiting import HANG_S, wait_until

@@ -18,7 +18,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.run import RunAttemptLog
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.records import read_records
 from tests.support.s3_server import Exchange, Fault, S3Server, Wire

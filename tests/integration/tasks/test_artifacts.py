@@ -23,6 +23,7 @@ from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tracking.description import draft_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.support.formats import head
@@ -190,7 +191,8 @@ def test_publish_shows_the_whole_run_and_a_ledger_that_is_not_clean_is_an_error(
     shelf = Shelf(records() | {f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl": part})
     params, made = TrainParams(workload=DIGITS, ledger=True), report()
     found = evaluation(("a|b", "dog", "never seen"), ((3, 1, 0), (0, 4, 0), (0, 0, 0)))
-    inputs = params, shelf, EXPERIMENT, made.dataset, made.training, found, made.checkpoint
+    run = Run(RUN, params, shelf, made.dataset.dataset_id, EXPERIMENT)
+    inputs = run, made.dataset, made.training, found, made.checkpoint
 
     def twice(_run: Any) -> TrainReport:
         publish.fn(*inputs)

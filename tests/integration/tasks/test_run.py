@@ -1,0 +1,75 @@
+"""A run's parameters are resolved once, before anything is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.run import Run
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
+DIGITS = "prefect_torch_ddp.examples.digits"
+
+
+def runs_of(folder: Path, *given: dict[str, Any]) -> list[Run]:
+    """Resolve parameters in a flow run, whose cluster is never used."""
+
+    @flow(name="resolving", flow_run_name="brave-owl", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
+    def resolves() -> list[Run]:
+        store = str(folder / "store")
+        found = [Run.from_params(TrainParams(**{"storage": store, **each})) for each in given]
+        assert {each.run_id for each in found} == {f"brave-owl-{flow_run.id[-12:]}"}
+        return found
+
+    return resolves()
+
+
+def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
+    """Storage, raw data and name, and where the ranks go. The dataset depends on what prepares it:
+    its options and the raw data, not options and seed of the training."""
+    raw = {"source": str(tmp_path / "raw")}
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.txt").write_text("a")
+    plain, trained, options, other = runs_of(
+        tmp_path,
+        {"world_size": 3},
+        {"seed": 1, "options": {"epochs": 3}},
+        {"data_options": {"size": 3}},
+        raw,
+    )
+    assert isinstance(plain.storage, DirectoryStorage)
+    assert plain.storage.uri == str(tmp_path / "store")
+    assert plain.experiment == f"resolving/{DIGITS}"
+    assert plain.params.ranks_per_worker == 3
+    assert plain.resume_from is None
+    assert plain.source is None
+    assert other.source is not None
+    assert trained.dataset_id == plain.dataset_id
+    assert len({plain.dataset_id, options.dataset_id, other.dataset_id}) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        pytest.param({"workload": "no.such.module"}, "no.such.module", id="no such workload"),
+        pytest.param({"resume_from": "no-such-run"}, "no-such-run", id="no such run"),
+        pytest.param({"max_world_size": 4}, "max_world_size is 4", id="a cluster that can't grow"),
+        pytest.param({"data_options": {"a": object()}}, "data_options", id="options not plain"),
+    ],
+)
+def test_what_can_not_work_is_refused(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+    """By name."""
+    with pytest.raises(PrefectTorchDdpError, match=says):
+        runs_of(tmp_path, given)
+
+
+def test_a_run_without_a_record_is_not_evaluated(tmp_path: Path) -> None:
+    """It is refused before a cluster is started."""
+    with pytest.raises(PrefectTorchDdpError, match="no-such-run"):
+        Run.from_checkpoint(f"{tmp_path}/store/runs/no-such-run", None, None)
