@@ -19,13 +19,8 @@ from prefect_torch_ddp.errors import TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
-from prefect_torch_ddp.tasks.cluster import (
-    cluster_lives,
-    connect,
-    result_of,
-)
+from prefect_torch_ddp.tasks.cluster import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
-from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.run import Run
@@ -85,7 +80,7 @@ def evaluate_flow(
         connect(params, run.storage)
         # The newest now, if it was given a run that still trains.
         chosen = checkpoint_ref(run.storage, point.manifest())
-        return result_of(submit_off_thread(evaluate, run, chosen, params.world_size), params)
+        return on_worker(evaluate, params, run, chosen, params.world_size)
 
 
 def _run(run: Run) -> TrainReport:
@@ -105,14 +100,13 @@ def _run(run: Run) -> TrainReport:
             prepare_now(run)  # a result that Prefect kept may describe deleted data
             dataset = there
         else:
-            dataset = result_of(submit_off_thread(prepare_now, run), params)
+            dataset = on_worker(prepare_now, params, run)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluated = submit_off_thread(evaluate, run, checkpoint, training.world_size)
-        evaluation = result_of(evaluated, params)
+        evaluation = on_worker(evaluate, params, run, checkpoint, training.world_size)
         found = run, dataset, training, evaluation, checkpoint
         report: TrainReport
         if is_here:
@@ -145,7 +139,7 @@ def _train(
     left = run.params.retries
     while True:
         try:
-            return result_of(submit_off_thread(task, run, dataset), run.params)
+            return on_worker(task, run.params, run, dataset)
         except TASK_LOSSES as error:
             # A cluster that is lost may take a minute to tell: not asked in vain.
             loss = TaskLoss(error, cluster_lives=left > 0 and cluster_lives())

@@ -6,13 +6,14 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 import distributed
 import psutil
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
+from prefect import Task
 from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun, Pause
 from prefect.futures import PrefectFuture
@@ -36,6 +37,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
+from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
@@ -43,6 +45,7 @@ from prefect_torch_ddp.tasks.watch.watched_task import follow
 if TYPE_CHECKING:
     from prefect_dask.task_runners import PrefectDaskFuture
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 LOOK_S = 10.0
@@ -236,6 +239,11 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
         raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
+
+
+def on_worker(task: Task[P, R], params: TrainParams, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run a task on a Dask worker, whose thread it leaves to the ranks; see `result_of`."""
+    return result_of(submit_off_thread(task, *args, **kwargs), params)
 
 
 def cluster_lives() -> bool:

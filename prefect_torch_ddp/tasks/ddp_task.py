@@ -27,6 +27,7 @@ from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.digest import digest_of
+from prefect_torch_ddp.tasks.gangs.training import training_gang
 from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
@@ -34,7 +35,7 @@ from prefect_torch_ddp.tasks.run import (
     run_id_of,
     slug,
 )
-from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
+from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values

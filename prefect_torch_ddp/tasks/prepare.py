@@ -8,9 +8,9 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
 from prefect_torch_ddp.tasks.run import Run
-from prefect_torch_ddp.tasks.stage_gang import run_stage
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 

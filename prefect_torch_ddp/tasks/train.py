@@ -1,10 +1,5 @@
-"""The task that trains: a gang of ranks under supervision, which a retry resumes.
+"""The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
-And `gang_report`, which shows a gang that a flow or task of one's own runs as a task's is shown.
-"""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,26 +7,15 @@ from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
-from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.blocks import resolve_storage
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.checkpoint.attempts import read_failures
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
-from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
-from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.cluster import current_client, wait_for_earlier
-from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, run_id_of
+from prefect_torch_ddp.tasks.gangs.training import training_gang
+from prefect_torch_ddp.tasks.run import RUN_STAGE, Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
-from prefect_torch_ddp.tasks.watch.run_log import log_to_run
-from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
-from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
-from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
+from prefect_torch_ddp.tracking.description import draft_record, plain_values
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import weights_from
@@ -116,73 +100,3 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
         )
         recorder.trained(summary)
     return summary
-
-
-@contextmanager
-def training_gang(
-    params: ContextParams,
-    recorder: RunRecorder,
-    storage: Storage,
-    *,
-    name: str,
-    is_workload: bool,
-    **call: Any,
-) -> Iterator[list[Any]]:
-    """Train on a gang, and yield what the ranks returned; the report ends with the context.
-
-    Args:
-        params: of the training.
-        recorder: of its run record.
-        storage: of the run.
-        name: of the gang.
-        is_workload: of train_flow, whose function makes its steps by `ctx.steps`, and whose page
-            another task completes.
-        **call: more of what `run_gang` takes.
-    """
-    run_id, shown = recorder.record.run_id, TrainingProgress(params.world_size or 0)
-    report = LiveReport(storage, shown, recorder, is_published=is_workload)
-    with report, current_client() as client, display_here():
-        if newest := newest_attempt(storage, run_id):
-            shown.attempt = newest + 1
-            wait_for_earlier(client, name, params)
-        yield run_gang(
-            client,
-            world_size=params.world_size,
-            world_size_divides=params.virtual_ranks,
-            name=name,
-            attempt_log=RunAttemptLog(storage, run_id, knows_steps=is_workload),
-            on_event=log_to_run(report.receive, shown, recorder.record.workload),
-            **call,
-        )
-
-
-@contextmanager
-def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
-    """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
-
-    For `run_gang` in a flow or task of your own: `with gang_report("sweep") as shown:
-    run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
-
-    Args:
-        name: what such gangs of this flow or deployment have in common, and are compared by;
-            another for each gang of a flow run.
-        storage: for the record and the lines, as for `ddp_task`, which has the same default.
-
-    Raises:
-        InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
-    """
-    own = resolve_storage(storage or ContextParams().storage)
-    own.check_writable()
-    prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
-    if prefect_id is None:
-        msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
-        raise InvalidParamsError(msg)
-    run_id = run_id_of(name, prefect_id)
-    draft = draft_record(None, run_id, experiment_of(name), own, workload=name)
-    shown = TrainingProgress(attempt=newest_attempt(own, run_id) + 1)
-    with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
-        yield {
-            "name": run_id,
-            "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
-            "on_event": log_to_run(report.receive, shown, name),
-        }

@@ -12,7 +12,7 @@ from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_
 from prefect_torch_ddp.gang.checks import check_call, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
-from prefect_torch_ddp.tasks.stage_gang import options_of_stage
+from prefect_torch_ddp.tasks.gangs.stage import options_of_stage
 
 
 def fit(ctx: RankContext, lr: float = 0.1) -> float:
