@@ -138,6 +138,9 @@ class EpochLedger(Result):
     """Counts from 1."""
     num_samples: int
     """Different samples that were trained on."""
+    num_draws: int = 0
+    """Draws by weights that were trained on, of which some may be missing or repeated; 0 where
+    samples aren't drawn, but due once each."""
     num_total: int
     """Samples of the dataset; 0 where the record of it is lost."""
     is_finished: bool
@@ -151,7 +154,7 @@ class EpochLedger(Result):
     missing: tuple[int, ...] = ()
     """Some of their ids; none where these aren't known."""
     num_repeated: int = 0
-    """Samples that were trained on more than once."""
+    """Samples, or draws, that were trained on more than once."""
     repeated: tuple[int, ...] = ()
     """Some of their ids."""
     repeated_in: tuple[int, ...] = ()
@@ -163,18 +166,17 @@ class EpochLedger(Result):
 
     @property
     def is_clean(self) -> bool:
-        """Whether each sample that was due was trained on once."""
+        """Whether each sample, or draw, that was due was trained on once."""
         return self.num_total > 0 and not (
             self.num_missing or self.num_repeated or self.num_unknown
         )
 
     def __str__(self) -> str:
         """Say it in a line: `epoch 3: 1,437 samples, each once`."""
-        parts = [
-            f"{self.num_samples:,} samples"
-            + ("" if self.is_finished else f" of {self.num_total:,}")
-        ]
+        num, what = (self.num_draws, "draws") if self.num_draws else (self.num_samples, "samples")
+        parts = [f"{num:,} {what}" + ("" if self.is_finished else f" of {self.num_total:,}")]
         parts[0] += ", each once" if self.is_clean else ""
+        parts += [f"of {self.num_samples:,} different samples"] if self.num_draws else []
         parts += [] if self.num_total else ["the record of its dataset is lost"]
         again = ", ".join(
             f"{item} in step {step}"

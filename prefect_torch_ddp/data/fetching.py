@@ -191,13 +191,15 @@ class SeededDataset(Dataset[Any]):
         )
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
-        epoch, indices, is_training = keys
+        epoch, indices, is_training, draws = keys
         try:
-            return replace(self._fetch_tagged(epoch, indices), is_training=is_training)
+            tagged = self._fetch_tagged(epoch, indices, indices if draws is None else draws)
+            return replace(tagged, is_training=is_training)
         except StopIteration as error:
             raise ended_early(self._dataset, indices) from error
 
-    def _fetch_tagged(self, epoch: int, indices: list[int]) -> Tagged:
+    def _fetch_tagged(self, epoch: int, indices: list[int], numbers: Sequence[int]) -> Tagged:
+        """Fetch a batch; `numbers` seed its samples, each its own draw's where it is drawn."""
         if not self._looks_ahead:
             # Worker processes seed each sample, and collate right into memory that is shared.
             batch = None
@@ -205,10 +207,10 @@ class SeededDataset(Dataset[Any]):
                 batch = gathered(self._dataset, indices)
             if batch is not None:
                 return Tagged(tuple(indices), batch, is_collated=True)
-            return Tagged(tuple(indices), self._fetch(epoch, indices))
+            return Tagged(tuple(indices), self._fetch(epoch, indices, numbers))
 
         def seed(position: int) -> None:
-            seed_on_cpu(mix_seed(self._seed, epoch, indices[position]), self._seed_samples)
+            seed_on_cpu(mix_seed(self._seed, epoch, numbers[position]), self._seed_samples)
 
         fetch = cast("Fetch", seeded_fetch(self._dataset))
         try:
@@ -222,18 +224,18 @@ class SeededDataset(Dataset[Any]):
             raise
         return Tagged(tuple(indices[position] for position in positions), data)
 
-    def _fetch(self, epoch: int, indices: list[int]) -> Any:
+    def _fetch(self, epoch: int, indices: list[int], numbers: Sequence[int]) -> Any:
         dataset, seed_samples, seeds = self._dataset, self._seed_samples, self._seeds()
         fetch_all = getattr(dataset, "__getitems__", None)
         if fetch_all is not None and (self._reads_at_once or not seeds):
             if seeds:
-                seed_on_cpu(mix_seed(self._seed, epoch, indices[0]), seed_samples)
+                seed_on_cpu(mix_seed(self._seed, epoch, numbers[0]), seed_samples)
             return fetch_all(indices)
         if not seeds:
             return [dataset[index] for index in indices]
         # All seeds in one go: after a sample, whose data fill the processor's caches, making
         # one takes ten times as long.
-        seed_of = [mix_seed(self._seed, epoch, index) for index in indices]
+        seed_of = [mix_seed(self._seed, epoch, number) for number in numbers]
         samples = []
         for index, seed in zip(indices, seed_of, strict=True):
             seed_on_cpu(seed, seed_samples)

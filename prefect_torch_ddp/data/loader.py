@@ -1,14 +1,24 @@
 """How a rank reads its share of the data: torch's DataLoader over the exact order."""
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache, cached_property
-from typing import Any, Literal, TypeAlias, TypeGuard, cast, get_args
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from prefect_torch_ddp.data.arguments import (
+    NoneSamples,
+    Weights,
+    check_choices,
+    checked_weights,
+    count_samples,
+    is_sharded,
+    refuse_clashes,
+)
 from prefect_torch_ddp.data.fetching import (
     SeededDataset,
     SeedSamples,
@@ -31,10 +41,6 @@ from prefect_torch_ddp.data.traits import Trait, traits_of
 from prefect_torch_ddp.errors import InvalidParamsError
 
 logger = logging.getLogger(__name__)
-
-NoneSamples: TypeAlias = Literal["refuse", "keep"]
-"""What becomes of a sample that is None in a step."""
-OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
 
 
 class RankLoader:
@@ -68,6 +74,9 @@ class RankLoader:
             collate_fn that draw from no other one, as torchvision's v2 transforms do; False:
             none, for those that draw nothing. Either saves some microseconds a sample, which
             count where a sample takes less than a millisecond.
+        weights: a number for each sample: how often it is drawn, in relation to the others. An
+            epoch is then as many draws as there are samples, with replacement, in an order that
+            follows from the seed and the epoch. Each draw is augmented by itself.
         none_samples: what becomes of a sample that is None in a step. "refuse": on several ranks,
             where the others would count for too much, an error names it before collate_fn gets
             it; one rank trains on what collate_fn leaves, and it doesn't count as used. "keep":
@@ -93,10 +102,11 @@ class RankLoader:
         keep_ids: bool = False,
         keeps_epoch: Callable[[], bool] = lambda: False,
         seed_samples: SeedSamples = True,
+        weights: Weights | None = None,
         none_samples: NoneSamples = "refuse",
         **dataloader_kwargs: Any,
     ) -> None:
-        _refuse_clashes(dataloader_kwargs, rank, world_size)
+        refuse_clashes(dataloader_kwargs, rank, world_size)
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
@@ -107,18 +117,27 @@ class RankLoader:
         self._turn = 0
         """Counts passes: persistent workers serve the newest one."""
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
-        _check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
+        check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
         order = f"the order of seed {seed}" if shuffle else "their own order"
-        if _is_sharded(dataset):
+        if weights is not None and (is_sharded(dataset) or not shuffle):
+            what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
+            msg = f"weights draw samples in a random order, and can't be used with {what}"
+            raise InvalidParamsError(msg)
+        drawn_by = None
+        if is_sharded(dataset):
             fetched = ShardReader(dataset, seed, shuffle=shuffle)
             if shuffle:
                 order += f", shuffled in blocks of {fetched.block_size}"
                 shuffle = False  # of positions, not ids: the order is the reader's
             num_samples = len(fetched)
         else:
-            num_samples = _num_samples(dataset)
+            num_samples = count_samples(dataset)
+            if weights is not None:
+                drawn_by = checked_weights(weights, num_samples)
+                digest = hashlib.sha256(drawn_by.tobytes()).hexdigest()[:12]
+                order = f"draws of seed {seed} by weights with the digest {digest}"
             # Alone, a rank has nobody whose gradients make its stand-in's count for nothing.
             fetched = SeededDataset(
                 cast("Dataset[Any]", dataset),
@@ -128,7 +147,9 @@ class RankLoader:
                 stands_in=may_skip(dataset) and world_size > 1,
                 gathers=collate is default_collate,
             )
-        self.batches = GlobalBatches(num_samples, global_batch_size, seed, shuffle, drop_last)
+        self.batches = GlobalBatches(
+            num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by
+        )
         self.order = f"{num_samples} samples in {order}"
         """Describes the order that the global batches are cut from; equal words, equal orders."""
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
@@ -255,7 +276,7 @@ class RankLoader:
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Tagged]:
         had = self.batches.num_samples
-        if not _is_sharded(self.dataset) and (has := _num_samples(self.dataset)) < had:
+        if not is_sharded(self.dataset) and (has := count_samples(self.dataset)) < had:
             what = f"the dataset has {has} samples now and had {had} when ctx.loader was called"
             msg = f"{what}; it may grow, of which nothing is used, but not shrink"
             raise InvalidParamsError(msg)
@@ -315,69 +336,3 @@ def _to_the_end(
         yield tagged
     if has_workers():
         next(loaded, None)  # the end, at which the DataLoader ends its workers
-
-
-def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        sizes = f"rank is {rank} and world_size is {world_size}"
-        msg = f"{sizes}; ranks count from 0 to world_size - 1"
-        raise InvalidParamsError(msg)
-    clashes = sorted(OURS & dataloader_kwargs.keys())
-    if clashes:
-        msg = (
-            f"{', '.join(clashes)} can't be passed to the DataLoader: the loader decides the "
-            "order and the batches itself, so that each sample is used once; "
-            "use global_batch_size, shuffle, drop_last and seed of the loader"
-        )
-        raise InvalidParamsError(msg)
-    if not dataloader_kwargs.get("in_order", True):
-        msg = (
-            "in_order=False can't be passed to the DataLoader: batches would come in another "
-            "order than they are counted in, and be lost or repeated at a resume; leave it out"
-        )
-        raise InvalidParamsError(msg)
-
-
-def _check_choices(
-    dataset: object, seed_samples: object, none_samples: object, *, is_virtual: bool
-) -> None:
-    if none_samples not in get_args(NoneSamples):
-        msg = f"none_samples is {none_samples!r}; choose 'refuse' or 'keep'"
-        raise InvalidParamsError(msg)
-    if not isinstance(seed_samples, bool) and seed_samples != "torch":
-        msg = f"seed_samples is {seed_samples!r}; choose True, 'torch' or False"
-        raise InvalidParamsError(msg)
-    if may_skip(dataset) and is_virtual:
-        msg = (
-            "on_error='skip' can't be used with determinism='elastic': "
-            "pass on_error='raise', and replace what can't be read"
-        )
-        raise InvalidParamsError(msg)
-    if seed_samples is not True and (is_virtual or _is_sharded(dataset)):
-        msg = (
-            f"seed_samples={seed_samples!r} can't be used with determinism='elastic' "
-            "or a dataset in shards: leave it out"
-        )
-        raise InvalidParamsError(msg)
-
-
-def _is_sharded(dataset: object) -> TypeGuard[Sharded]:
-    # It has no items of its own: torch's base class has a method that only raises.
-    own = getattr(type(dataset), "__getitem__", None)
-    has_items = own is not None and own is not Dataset.__getitem__ and isinstance(dataset, Sized)
-    return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not has_items)
-
-
-def _num_samples(dataset: object) -> int:
-    if isinstance(dataset, IterableDataset):
-        msg = (
-            f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample "
-            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, "
-            "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
-            "iter_shard(shard) -> Iterator"
-        )
-        raise InvalidParamsError(msg)
-    if not isinstance(dataset, Sized):
-        msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
-        raise InvalidParamsError(msg)
-    return len(dataset)

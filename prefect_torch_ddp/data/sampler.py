@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +21,8 @@ class BatchKeys(NamedTuple):
     indices: list[int]
     is_training: bool
     """Whether it is a share of a step, and not of a pass of the user's own."""
+    draws: Sequence[int] | None = None
+    """The number of each draw in its epoch; None: samples aren't drawn, but come once each."""
 
 
 class BatchShare(NamedTuple):
@@ -79,6 +81,8 @@ class GlobalBatches:
     shares; with `drop_last` the uneven tail is left out). Memory: 4 bytes a sample for the
     current epoch's order (8 from 2**31 samples on), nothing without `shuffle`.
 
+    With weights an epoch is as many draws, with replacement: 12 bytes a sample.
+
     Raises:
         InvalidParamsError: there is no sample, no room in a batch, or no batch.
     """
@@ -89,6 +93,8 @@ class GlobalBatches:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    weights: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
+    """How often each sample is drawn, in relation to the others: float64 [num_samples]."""
     _order: tuple[int, np.ndarray[Any, Any]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -117,12 +123,19 @@ class GlobalBatches:
 
     def share(self, epoch: int, batch: int, rank: int, world_size: int) -> list[int]:
         """Return the sample indices of a rank's share of a global batch, possibly none."""
+        return self.indices(epoch, self.positions(batch, rank, world_size))
+
+    def positions(self, batch: int, rank: int, world_size: int) -> range:
+        """Return the places in the epoch's order of a rank's share, possibly none."""
         positions = self._positions(batch)
         own = share_range(len(positions), rank, world_size)
-        chosen = positions[own.start : own.stop]
+        return positions[own.start : own.stop]
+
+    def indices(self, epoch: int, positions: range) -> list[int]:
+        """Return the samples at these places in an epoch's order."""
         if not self.shuffle:
-            return list(chosen)
-        indices: list[int] = self._epoch_order(epoch)[chosen.start : chosen.stop].tolist()
+            return list(positions)
+        indices: list[int] = self._epoch_order(epoch)[positions.start : positions.stop].tolist()
         return indices
 
     def _positions(self, batch: int) -> range:
@@ -140,9 +153,23 @@ class GlobalBatches:
             # generator's. int32 takes half the memory, and gives the same order.
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
             dtype = torch.int32 if self.num_samples < 2**31 else torch.int64
-            order = torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype)
+            if self.weights is None:
+                order = torch.randperm(
+                    self.num_samples, generator=generator, device="cpu", dtype=dtype
+                )
+            else:
+                order = self._draw(self.weights, generator).to(dtype)
             self._order = (epoch, order.numpy())  # sliced in a tenth of the time
         return self._order[1]
+
+    def _draw(self, weights: np.ndarray[Any, Any], generator: torch.Generator) -> torch.Tensor:
+        # Not torch.multinomial, which takes at most 2**24 weights; sums in float32 drop small ones.
+        ends = np.cumsum(weights)
+        like: Any = {"generator": generator, "device": "cpu", "dtype": torch.float64}
+        drawn = torch.rand(self.num_samples, **like).numpy() * ends[-1]
+        # A product may be rounded up to the end, where no sample is.
+        last = int(np.flatnonzero(weights)[-1])
+        return torch.from_numpy(np.minimum(np.searchsorted(ends, drawn, side="right"), last))
 
 
 @dataclass(frozen=True)
@@ -213,12 +240,15 @@ class ShareSampler(Sampler[BatchKeys]):
         num_shares = self._shares.num_shares
         for batch in range(start_batch, len(self)):
             shares = (
-                self.batches.share(epoch, batch, number, num_shares) for number in self._shares.own
+                self.batches.positions(batch, number, num_shares) for number in self._shares.own
             )
-            own = [indices for indices in shares if indices]
+            own = [positions for positions in shares if positions]
             if stand_ins and not own:
-                own = [self.batches.share(epoch, batch, 0, num_shares)[:1]]
-            yield from (BatchKeys(epoch, indices, stand_ins) for indices in own)
+                own = [self.batches.positions(batch, 0, num_shares)[:1]]
+            for positions in own:
+                draws = None if self.batches.weights is None else positions
+                indices = self.batches.indices(epoch, positions)
+                yield BatchKeys(epoch, indices, stand_ins, draws)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class ShardReader(Dataset[Any]):
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
         """Return the samples at these positions; an id counts the samples before in `shards()`."""
-        epoch, positions, is_training = keys
+        epoch, positions, is_training, _ = keys
         found = [self._at(epoch, position) for position in positions]
         ids, samples = tuple(number for number, _ in found), [sample for _, sample in found]
         return Tagged(ids, samples, is_training=is_training)

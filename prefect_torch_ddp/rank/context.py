@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
+    from prefect_torch_ddp.data.arguments import NoneSamples, Weights
     from prefect_torch_ddp.data.fetching import SeedSamples
-    from prefect_torch_ddp.data.loader import NoneSamples, RankLoader
+    from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,7 @@ class RankContext:
         shuffle: bool = True,
         drop_last: bool = False,
         seed_samples: "SeedSamples" = True,
+        weights: "Weights | None" = None,
         none_samples: "NoneSamples" = "refuse",
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
@@ -211,6 +213,9 @@ class RankContext:
             seed_samples: seed python, numpy and torch for each sample in worker processes: the
                 same augmentation on any number of ranks and workers. "torch" seeds only torch,
                 which is enough for torchvision's v2 transforms; False seeds none.
+            weights: numbers [samples]: how often each sample is drawn, in relation to the others,
+                as by torch's WeightedRandomSampler. An epoch is then as many draws as there are
+                samples, the same for any world size; each is augmented by itself.
             none_samples: a sample that is None is refused by its index on several ranks, since
                 the others would count for too much. "keep": collate_fn puts another in its place.
             **dataloader_kwargs: for torch's DataLoader, such as num_workers, collate_fn or
@@ -228,6 +233,7 @@ class RankContext:
             shuffle=shuffle,
             drop_last=drop_last,
             seed_samples=seed_samples,
+            weights=weights,
             none_samples=none_samples,
             rank=self.rank,
             world_size=self.world_size,

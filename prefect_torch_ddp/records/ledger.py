@@ -38,6 +38,8 @@ class LoopLine(Line):
     global_batch_size: int
     drop_last: bool
     world_size: int
+    is_drawn: bool = field(default=False, kw_only=True)
+    """Whether samples are drawn by weights: one may come several times, or not at all."""
 
     @property
     def num_due(self) -> int:
@@ -120,6 +122,10 @@ class _Tally:
         return self.last_offset is not None and self.is_whole(self.last_offset)
 
     @property
+    def num_draws(self) -> int:
+        return sum(min(pair) for pair in self.batches.values())
+
+    @property
     def num_seen(self) -> int:
         return len(self.counts) - self.counts.count(0)
 
@@ -155,6 +161,14 @@ class _Tally:
             num_missing += max(0, offset - done) + max(0, num_global - num_found)
             done = offset + num_global
         return num_missing + max(0, (end or 0) - done)
+
+    def num_again(self, begins_at: int) -> int:
+        """Count the draws that were made again."""
+        num, done = 0, begins_at
+        for offset, (num_global, num_found) in sorted(self.batches.items()):
+            num += max(0, done - offset) + max(0, num_found - num_global)
+            done = max(done, offset + num_global)
+        return num
 
     def first_absent(self, num_samples: int) -> tuple[int, ...]:
         """Return the first ids that were never seen."""
@@ -212,9 +226,12 @@ class _Found:
         num_seen = tally.num_seen - len(beyond)
         unknown = [*sorted(tally.negative), *beyond]
         is_due = is_finished or self._is_past(epoch, loop)
-        num_due = loop.num_due - begins_at
-        num_gaps = 0 if is_due else tally.gaps(begins_at, self._end_in(epoch, loop))
-        names_missing = is_due and num_due == loop.num_samples
+        if loop.is_drawn:
+            end = loop.num_due if is_due else self._end_in(epoch, loop)
+            found = _found_of_draws(tally, begins_at, end)
+        else:
+            num_gaps = None if is_due else tally.gaps(begins_at, self._end_in(epoch, loop))
+            found = _found_of_samples(tally, loop, loop.num_due - begins_at, num_seen, num_gaps)
         return EpochLedger(
             epoch=epoch,
             num_samples=num_seen,
@@ -222,13 +239,9 @@ class _Found:
             is_finished=is_finished,
             begins_at=begins_at,
             num_left_out=loop.num_samples - loop.num_due if is_finished else 0,
-            num_missing=max(0, num_due - num_seen) if is_due else num_gaps,
-            missing=tally.first_absent(loop.num_samples) if names_missing else (),
-            num_repeated=tally.counts[: loop.num_samples].count(2),
-            repeated=tuple(tally.again),
-            repeated_in=tuple(tally.again.values()),
             num_unknown=len(unknown),
             unknown=tuple(unknown[:MAX_EXAMPLES]),
+            **found,
         )
 
     @cached_property
@@ -261,3 +274,35 @@ class _Found:
     def _end_in(self, epoch: int, loop: LoopLine) -> int | None:
         ends = [line.offset for line in self.ends if (line.loop, line.epoch) == (loop.loop, epoch)]
         return max(ends, default=None)
+
+
+def _found_of_samples(
+    tally: _Tally, loop: LoopLine, num_due: int, num_seen: int, num_gaps: int | None
+) -> dict[str, Any]:
+    """Return what is missing, or came again, of an epoch that has each sample once.
+
+    Args:
+        tally: of the epoch.
+        loop: that it belongs to.
+        num_due: samples.
+        num_seen: different samples of the dataset.
+        num_gaps: what is missing of an epoch under way, or cut off; None: it is through.
+    """
+    names_missing = num_gaps is None and num_due == loop.num_samples
+    return {
+        "num_missing": max(0, num_due - num_seen) if num_gaps is None else num_gaps,
+        "missing": tally.first_absent(loop.num_samples) if names_missing else (),
+        "num_repeated": tally.counts[: loop.num_samples].count(2),
+        "repeated": tuple(tally.again),
+        "repeated_in": tuple(tally.again.values()),
+    }
+
+
+def _found_of_draws(tally: _Tally, begins_at: int, end: int | None) -> dict[str, Any]:
+    """Return what is missing, or was made again, of an epoch's draws up to `end`."""
+    num_missing = tally.gaps(begins_at, end)
+    return {
+        "num_draws": tally.num_draws,
+        "num_missing": num_missing,
+        "num_repeated": tally.num_again(begins_at),
+    }

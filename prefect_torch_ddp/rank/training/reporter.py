@@ -90,6 +90,7 @@ class Reporter:
             global_batch_size=batches.global_batch_size,
             drop_last=batches.drop_last,
             world_size=self._info.world_size,
+            is_drawn=batches.weights is not None,
             **self._who,
         )
         self._ledger.append(line)

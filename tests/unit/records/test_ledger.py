@@ -33,9 +33,12 @@ class History:
         size, drop_last = self.batches.global_batch_size, self.batches.drop_last
         epoch, batch = divmod(done, self.batches.num_batches)
         loop = done + 1, epoch + 1, 0, batch * size, self.batches.num_samples, size, drop_last
+        is_drawn = self.batches.weights is not None
         for rank in range(world_size):
             until = last if flushed is None else min(last, flushed[rank % len(flushed)])
-            self.lines.append(LoopLine(*loop, world_size, rank=rank, attempt=number))
+            self.lines.append(
+                LoopLine(*loop, world_size, is_drawn=is_drawn, rank=rank, attempt=number)
+            )
             steps = range(done + 1, until + 1)
             self.lines += [self.step(step, rank, number, world_size) for step in steps]
 

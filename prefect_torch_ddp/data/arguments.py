@@ -1,0 +1,107 @@
+"""What a loader is given: which datasets and choices can work, and why the others can't."""
+
+from collections.abc import Sequence, Sized
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from prefect_torch_ddp.data.fetching import may_skip
+from prefect_torch_ddp.data.shards import Sharded
+from prefect_torch_ddp.errors import InvalidParamsError
+
+Weights: TypeAlias = Sequence[float] | torch.Tensor | np.ndarray[Any, Any]
+"""How often each sample is drawn, in relation to the others."""
+NoneSamples: TypeAlias = Literal["refuse", "keep"]
+"""What becomes of a sample that is None in a step."""
+OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
+
+
+def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:
+    """Refuse what the loader decides itself, and what would break the order."""
+    if not 0 <= rank < world_size:
+        sizes = f"rank is {rank} and world_size is {world_size}"
+        msg = f"{sizes}; ranks count from 0 to world_size - 1"
+        raise InvalidParamsError(msg)
+    clashes = sorted(OURS & dataloader_kwargs.keys())
+    if clashes:
+        msg = (
+            f"{', '.join(clashes)} can't be passed to the DataLoader: the loader decides the "
+            "order and the batches itself, so that each sample is used once; "
+            "use global_batch_size, shuffle, drop_last and seed of the loader, and its weights "
+            "in place of a WeightedRandomSampler"
+        )
+        raise InvalidParamsError(msg)
+    if not dataloader_kwargs.get("in_order", True):
+        msg = (
+            "in_order=False can't be passed to the DataLoader: batches would come in another "
+            "order than they are counted in, and be lost or repeated at a resume; leave it out"
+        )
+        raise InvalidParamsError(msg)
+
+
+def checked_weights(weights: Weights, num_samples: int) -> np.ndarray[Any, Any]:
+    """Return the weights as float64 [num_samples], a copy."""
+    try:
+        given = torch.as_tensor(weights).detach().to("cpu", torch.float64, copy=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        msg = f"weights of ctx.loader have to be numbers, one for each sample: {error}"
+        raise InvalidParamsError(msg) from error
+    if given.shape != (num_samples,):
+        what = f"weights have the shape {list(given.shape)}"
+        msg = f"{what}, and there are {num_samples} samples: give one number for each sample"
+        raise InvalidParamsError(msg)
+    if not (given.isfinite().all() and (given >= 0).all() and given.any()):
+        msg = "weights of ctx.loader have to be finite, none of them negative and not all 0"
+        raise InvalidParamsError(msg)
+    values: np.ndarray[Any, Any] = given.contiguous().numpy()
+    return values
+
+
+def check_choices(
+    dataset: object, seed_samples: object, none_samples: object, *, is_virtual: bool
+) -> None:
+    """Refuse choices that are unknown, or that don't go together."""
+    if none_samples not in get_args(NoneSamples):
+        msg = f"none_samples is {none_samples!r}; choose 'refuse' or 'keep'"
+        raise InvalidParamsError(msg)
+    if not isinstance(seed_samples, bool) and seed_samples != "torch":
+        msg = f"seed_samples is {seed_samples!r}; choose True, 'torch' or False"
+        raise InvalidParamsError(msg)
+    if may_skip(dataset) and is_virtual:
+        msg = (
+            "on_error='skip' can't be used with determinism='elastic': "
+            "pass on_error='raise', and replace what can't be read"
+        )
+        raise InvalidParamsError(msg)
+    if seed_samples is not True and (is_virtual or is_sharded(dataset)):
+        msg = (
+            f"seed_samples={seed_samples!r} can't be used with determinism='elastic' "
+            "or a dataset in shards: leave it out"
+        )
+        raise InvalidParamsError(msg)
+
+
+def is_sharded(dataset: object) -> TypeGuard[Sharded]:
+    """Tell whether a dataset is read shard by shard."""
+    # It has no items of its own: torch's base class has a method that only raises.
+    own = getattr(type(dataset), "__getitem__", None)
+    has_items = own is not None and own is not Dataset.__getitem__ and isinstance(dataset, Sized)
+    return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not has_items)
+
+
+def count_samples(dataset: object) -> int:
+    """Return the length of a map-style dataset; refuse another one."""
+    if isinstance(dataset, IterableDataset):
+        msg = (
+            f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample "
+            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, "
+            "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
+            "iter_shard(shard) -> Iterator"
+        )
+        raise InvalidParamsError(msg)
+    if not isinstance(dataset, Sized):
+        msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
+        raise InvalidParamsError(msg)
+    return len(dataset)
