@@ -24,7 +24,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
 from prefect_torch_ddp.checkpoint.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import load_state
+from prefect_torch_ddp.checkpoint.serial import load_state, restore_generators
 from prefect_torch_ddp.checkpoint.shards import OwnState, find_own
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -149,11 +149,14 @@ class Restorer:
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
 
-    def generators(self, rank: int) -> Any | None:
-        """Return the state of a rank's random generators; None where there is none for it."""
+    def restore_generators(self, rank: int) -> bool:
+        """Put a rank's random generators back; False where the checkpoint has none for it."""
         manifest = self.manifest
         found = None if manifest is None else manifest.find(rank_name(rank))
-        return None if manifest is None or found is None else self._take(manifest, found)
+        if manifest is None or found is None:
+            return False
+        restore_generators(self._take(manifest, found))
+        return True
 
     def release(self) -> None:
         """Forget states that were read but not used."""

@@ -1,30 +1,27 @@
 """The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
-from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
-from prefect_torch_ddp.data.images.location import readable_at
-from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.training.progress import TrainingState
-from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.rank.user_code import advise, default_to_fork
-from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
-from prefect_torch_ddp.storage.protocol import Readable, Storage
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Requests
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+from prefect_torch_ddp.rank.training.replay import Replay
+from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
+from prefect_torch_ddp.rank.user_code import advise
 
 if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
+
     import torch
 
     from prefect_torch_ddp.rank.strategies.strategy import Strategy
+    from prefect_torch_ddp.rank.training.saver import Saver
     from prefect_torch_ddp.rank.training.steps import StepLoop
     from prefect_torch_ddp.rank.training.tracker import Tracker
 
@@ -56,11 +53,14 @@ class ContextParts:
         self.info = info
         self.link = link or Link()
         self.link.heartbeat.enter(Phase.SETUP)
-        self.state = TrainingState()
+        self.progress = LoopProgress()
+        self.requests = Requests()
+        self.replay = Replay(CheckpointNumbers(self.progress), config.trains)
+        self.tracked: dict[str, Any] = {}
         self.folder = folder
         if config.is_elastic:
             _ = self.gradients  # from now on torch computes alike
-        self.reporter = Reporter(config, info, self.state, self.link)
+        self.reporter = Reporter(config, info, self.replay, self.link, self.tracked, self._trouble)
         self.temporary: TemporaryDirectory[str] | None = None
         self._device = device
         self._closed = False
@@ -80,28 +80,33 @@ class ContextParts:
     @cached_property
     def gradients(self) -> "Strategy":
         """What makes gradients those of the global batch."""
-        # Loads torch.
-        from prefect_torch_ddp.rank.strategies.ddp import ShareWeights  # noqa: PLC0415
-        from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks  # noqa: PLC0415
+        from prefect_torch_ddp.rank.strategies.choice import strategy_for  # noqa: PLC0415 - torch
 
-        if self.config.is_elastic:
-            return VirtualRanks(self.config, self.info, self.link.heartbeat)
-        return ShareWeights(self.info.world_size, self.link.heartbeat)
+        return strategy_for(self.config, self.info, self.link.heartbeat)
+
+    @cached_property
+    def saver(self) -> "Saver":
+        """What saves."""
+        from prefect_torch_ddp.rank.training.saver import Saver  # noqa: PLC0415 - loads torch
+
+        shown = (self.reporter, self.link.heartbeat)
+        return Saver(self.config, self.info, self.replay, *shown, self.tracked)
 
     @cached_property
     def tracker(self) -> "Tracker":
-        """What saves and restores."""
+        """What restores, and has the saver save."""
         from prefect_torch_ddp.rank.training.tracker import Tracker  # noqa: PLC0415 - loads torch
 
-        return Tracker(self.config, self.info, self.state, self.reporter, self.link.heartbeat)
+        shown = (self.reporter, self.link.heartbeat)
+        return Tracker(self.config, self.info, self.replay, self.saver, *shown)
 
     @cached_property
     def loop(self) -> "StepLoop":
         """What goes through the steps."""
         from prefect_torch_ddp.rank.training.steps import StepLoop  # noqa: PLC0415 - loads torch
 
-        self.tracker.take_passes = self.gradients.take_passes
-        here = (self.config, self.info, self.state, self.link)
+        self.saver.take_passes = self.gradients.take_passes
+        here = (self.config, self.info, self.requests, self.replay, self.link)
         return StepLoop(*here, self.reporter, self.tracker, self.gradients)
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
@@ -111,16 +116,16 @@ class ContextParts:
         self._closed = True
         if error is not None:
             advise(error)
-        state = self.state
+        progress = self.progress
         try:
             if self._has("loop"):
                 self.loop.close(failed=failed)
-            if self._has("tracker") or (self.info.world_size > 1 and not failed):
+            if self._has("saver") or (self.info.world_size > 1 and not failed):
                 self.tracker.close(failed=failed, error=error)
-            if state.stopped_by is not None and not failed:
-                last = self.tracker.last
+            if progress.stopped_by is not None and not failed:
+                last = self.saver.last
                 last_step = None if last is None else last.step
-                stopped = Stopped(state.step, state.stopped_by, last_step)
+                stopped = Stopped(progress.step, progress.stopped_by, last_step)
                 self.link.send(RankStopped(NO_RANK, stopped))
         except BaseException:
             failed = True
@@ -132,19 +137,30 @@ class ContextParts:
 
     def outcome(self) -> dict[str, Any]:
         """Return counts, checkpoints and the step resumed from, of a closed training."""
-        tracked = self.tracker.outcome() if self._has("tracker") else {}
-        none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
-        state = self.state
-        return {"num_steps": state.step, "num_epochs": state.position.epoch, **none, **tracked}
+        progress = self.progress
+        counts = {"num_steps": progress.step, "num_epochs": progress.position.epoch}
+        if not self._has("saver"):
+            none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
+            return {**counts, **none}
+        from prefect_torch_ddp.rank.training.outcome import checkpoints_of  # noqa: PLC0415 - torch
+
+        has_ended = progress.stopped_by is None if self.info.rank == 0 else None
+        found = (self.config, self.saver.last, self.tracker.resumed)
+        return {**counts, **checkpoints_of(*found, has_ended=has_ended)}
 
     def export_models(self, workload: str) -> dict[str, str]:
         """Export a closed training's models, on rank 0; return their URIs by name.
 
         None where none was tracked or the training was stopped.
         """
-        if self.info.rank != 0 or self.state.stopped_by is not None or not self._has("tracker"):
+        if self.info.rank != 0 or self.progress.stopped_by is not None or not self._has("saver"):
             return {}
-        return self.tracker.export(workload)
+        from prefect_torch_ddp.rank.training.outcome import export_tracked  # noqa: PLC0415 - torch
+
+        return export_tracked(self.config, self.saver.last, self.tracked, workload)
+
+    def _trouble(self) -> str:
+        return self.saver.trouble() if self._has("saver") else ""
 
     def _has(self, part: str) -> bool:
         return part in vars(self)
@@ -162,68 +178,3 @@ class ContextParts:
         finally:
             if self.temporary is not None:
                 self.temporary.cleanup()
-
-
-class LocalOptions(TypedDict, total=False):
-    """What `RankContext.local` takes by name."""
-
-    run_id: str
-    """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
-    stage: Stage
-    """"evaluate" restores the checkpoint of `restore_step`, or the newest; "train", where it isn't
-    given."""
-    checkpoint: CheckpointParams | None
-    """When checkpoints are written, and which are kept."""
-    resume_from: str | None
-    """Run to take the first checkpoint from: its id, or `<path or s3:// URI of its
-    storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`."""
-    restore_step: int | None
-    """See stage."""
-    determinism: Determinism
-    """"elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives."""
-    virtual_ranks: int | None
-    """See determinism."""
-    ledger: bool
-    """Record which samples each step trains on; `read_ledger` checks it."""
-    source: Readable | str | Path | None
-    """What `ctx.source` is to be: a storage, a path or an s3:// URI."""
-
-
-def local_parts(
-    data: str | Path | None,
-    options: Mapping[str, Any] | None,
-    seed: int,
-    storage: Storage | str | Path | None,
-    chosen: LocalOptions,
-) -> ContextParts:
-    """Make the parts of one rank here, as `RankContext.local` says; claim an attempt, seed."""
-    from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
-
-    unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
-    if unknown:  # before an attempt is claimed
-        msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"
-        raise TypeError(msg)
-    given = {name: value for name, value in chosen.items() if value is not None}
-    config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
-    check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
-    temporary = None
-    if storage is None:
-        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
-        storage = temporary.name
-    where = storage_at(storage)
-    if isinstance(config.get("resume_from"), str):
-        config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
-    if "source" in config:
-        config["source"], _ = readable_at(config["source"])
-    default_to_fork()
-    seed_stage(seed, config["stage"])
-    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
-    # it, must not end one that is alive.
-    trains = config["stage"] in ("train", "task")
-    run = (where, config["run_id"])
-    attempt = claim_attempt(*run) if trains else max(newest_attempt(*run), 1)
-    config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
-    folder = None if data is None else Path(data)
-    parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
-    parts.temporary = temporary
-    return parts

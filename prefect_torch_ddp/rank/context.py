@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.assembly import ContextParts, LocalOptions, local_parts
+from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.local import LocalOptions, local_parts
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -52,7 +53,7 @@ class RankContext:
         self.options: Mapping[str, Any] = config.options
         self.seed = config.seed
         self._parts = parts
-        self._state = parts.state
+        self._progress, self._requests = parts.progress, parts.requests
 
     @classmethod
     def local(
@@ -81,24 +82,24 @@ class RankContext:
     @property
     def step(self) -> int:
         """Number of optimizer steps, including the one under way."""
-        return self._state.step
+        return self._progress.step
 
     @property
     def epoch(self) -> int:
         """The current epoch, from 1; 0 before the first step."""
-        return self._state.epoch
+        return self._progress.epoch
 
     @property
     def epoch_ended(self) -> bool:
         """Whether the step under way is the last one of its epoch."""
-        return self._state.epoch_ended
+        return self._progress.epoch_ended
 
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
         # Not what the caller asks of a rank alone, before `steps` has met it: code that left its
         # loop then would end as one that is done, while the gang was to go on with more ranks.
-        return self._state.stop_agreed or (self.world_size == 1 and self._state.stop_wanted)
+        return self._progress.has_stopped or (self.world_size == 1 and self._requests.wants_stop)
 
     @property
     def device(self) -> "torch.device":
@@ -179,7 +180,7 @@ class RankContext:
             InvalidParamsError: `process_group` is of some of the ranks only; or the process group
                 isn't up.
         """
-        self._parts.tracker.wrapped.add(model)
+        self._parts.saver.wrapped.add(model)
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 
     def loader(  # noqa: PLR0913 - choices of a loader, by name
@@ -364,8 +365,9 @@ class RankContext:
             CheckpointError: outside of `steps`, one that was begun before can't be written and
                 `checkpoint.on_failure` is "fail".
         """
-        if self._state.share is not None:
-            self._state.save_wanted |= force
+        if self._progress.share is not None:
+            if force:
+                self._requests.ask_for_save()
         elif force:
             self._parts.tracker.save_outside()
         else:
@@ -380,7 +382,7 @@ class RankContext:
             reason: for the log.
         """
         logger.info("asks to stop after step %d: %s", self.step, reason)
-        self._state.stop_wanted = True
+        self._requests.ask_to_stop()
 
     def save(self, path: str, data: bytes | str) -> None:
         """Write a file to the run's results, at once; `read_result` finds it.

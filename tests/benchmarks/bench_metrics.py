@@ -31,12 +31,12 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
         heartbeat.begin_step(step, 1, is_last=False)
         heartbeat.enter(Phase.STEP_END)
     mark_s = (time.perf_counter() - began) / num / 3
-    ctx._state.share = BatchShare(0, 0, 8, 16, is_last=False)
+    ctx._progress.share = BatchShare(0, 0, 8, 16, is_last=False)
     began = time.perf_counter()
     for step in range(num):
         timing.end_step()
     print(report_s, mark_s, (time.perf_counter() - began) / num)
-    ctx._state.share = None
+    ctx._progress.share = None
 """
 RECORDS_CODE = r"""
 from pathlib import Path

@@ -130,5 +130,5 @@ def in_turns(
 
 def finish(ctx: RankContext) -> None:
     """Wait until this rank's checkpoint is written."""
-    assert ctx._parts.tracker._checkpointer is not None
-    ctx._parts.tracker._checkpointer.wait()
+    assert ctx._parts.saver._checkpointer is not None
+    ctx._parts.saver._checkpointer.wait()

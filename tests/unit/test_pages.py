@@ -10,7 +10,8 @@ import pytest
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, DatasetManifest
 from prefect_torch_ddp.protocol.events import FailureRecord
-from prefect_torch_ddp.rank.training.progress import Position
+from prefect_torch_ddp.rank.training.loop_progress import Position
+from prefect_torch_ddp.rank.training.numbers import OwnSaves
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.metrics import ROW
 from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
@@ -79,7 +80,7 @@ def test_pages_are_short_and_links_and_paths_lead_somewhere() -> None:
 
 
 STORED: dict[str, tuple[Any, ...]] = {
-    "Manifests": (Manifest, ManifestObject, Position),
+    "Manifests": (Manifest, ManifestObject, Position, OwnSaves),
     "Failures": (FailureRecord,),
     "Finished trainings": (TrainingSummary, CheckpointRef, FailedAttempt),
     "Metrics": (ROW,),

@@ -143,7 +143,7 @@ def train(ctx: RankContext, plan: Plan) -> dict[str, Any]:
             optimizer.step()
             scheduler.step()
             ballast.step(ctx.step)
-            counted = numbers[: ctx._state.share.num_local]  # none of a stand-in
+            counted = numbers[: ctx._progress.share.num_local]  # none of a stand-in
             line = {"step": ctx.step, "epoch": ctx.epoch, "attempt": ctx.attempt}
             ledger.write(json.dumps(line | {"samples": counted}) + "\n")
             ctx.report(loss=loss)

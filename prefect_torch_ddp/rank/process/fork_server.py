@@ -80,7 +80,8 @@ def _load_torch() -> None:
     import torch.utils.data  # noqa: PLC0415
 
     from prefect_torch_ddp.rank import distributed, stages  # noqa: PLC0415, F401
-    from prefect_torch_ddp.rank.training import steps  # noqa: PLC0415, F401
+    from prefect_torch_ddp.rank.strategies import choice  # noqa: PLC0415, F401
+    from prefect_torch_ddp.rank.training import outcome, steps  # noqa: PLC0415, F401
 
     # For each group torch reads the entry points of all installed packages, as a plugin may bring
     # its backend: 8 ms for every rank. Gloo is torch's own.

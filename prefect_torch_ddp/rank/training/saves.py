@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from prefect_torch_ddp.checkpoint.checkpointer import SaveCost
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.training.progress import TrainingState
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 
 MIN_INTERVAL_S = 2.0
 MAX_INTERVAL_S = 60.0
@@ -47,7 +47,7 @@ class Pace(NamedTuple):
 
 def due(
     policy: CheckpointParams,
-    progress: TrainingState,
+    numbers: CheckpointNumbers,
     now_s: float,
     asked: Reason | None = None,
     pace: Pace | None = None,
@@ -56,15 +56,16 @@ def due(
 
     Args:
         policy: equal on all ranks.
-        progress: where the training is, equal on all ranks.
+        numbers: of the checkpoints, and where the training is; equal on all ranks.
         now_s: the monotonic clock's time.
         asked: what all ranks agreed on, or the training's own request on every rank.
         pace: None: this rank's clock doesn't decide.
     """
-    if progress.saved == progress.checkpoint_number:
+    if numbers.is_saved:
         return None
     if asked is not None:
         return asked
+    progress = numbers.progress
     step, position = progress.step, progress.position
     if policy.every_steps is not None and step > 0 and step % policy.every_steps == 0:
         return Reason.STEPS

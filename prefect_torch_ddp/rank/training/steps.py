@@ -27,12 +27,9 @@ from prefect_torch_ddp.rank.training.agreement import (
     end_of,
     outside_after,
 )
-from prefect_torch_ddp.rank.training.progress import (
-    TrainingState,
-    refuse_to_end,
-    warn_of_unwritten_save,
-)
-from prefect_torch_ddp.rank.training.reporter import Reporter
+from prefect_torch_ddp.rank.training.loop_progress import Requests
+from prefect_torch_ddp.rank.training.replay import Replay
+from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.same_data import refuse_different
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.tracker import Tracker
@@ -47,7 +44,8 @@ class StepLoop:
         self,
         config: RankConfig,
         info: RankInfo,
-        state: TrainingState,
+        requests: Requests,
+        replay: Replay,
         link: Link,
         reporter: Reporter,
         tracker: Tracker,
@@ -59,12 +57,14 @@ class StepLoop:
         step, whatever else is being agreed on.
         """
         self._config, self._rank = config, info.rank
-        here = info.rank, info.world_size, outside_after(state.step)
+        self._progress = replay.numbers.progress
+        here = info.rank, info.world_size, outside_after(self._progress.step)
         self._stops = Agreement(*here)
         by_time = config.checkpoint.every_s is not None
         self._saves = Agreement(*here, ahead_s=2 * POLL_S) if by_time else None
         link.heartbeat.listen()
-        self._state = state
+        self._requests = requests
+        self._replay = replay
         self._link = link
         self._reporter = reporter
         self._tracker = tracker
@@ -90,8 +90,8 @@ class StepLoop:
         return generator
 
     def _run(self, loader: RankLoader, epochs: int) -> Generator[Any, None, None]:
-        state = self._state
-        if state.share is not None:
+        progress = self._progress
+        if progress.share is not None:
             msg = (
                 "ctx.steps inside of ctx.steps: end the outer loop, and hold no iterator of it. To "
                 "train on two datasets in each step, as by zip, make one loader of both: of "
@@ -102,33 +102,29 @@ class StepLoop:
         self._num_loops += 1
         if loop == 0:
             self._tracker.begin()
-        if self._is_over(loop) or state.stop_agreed:
+        if self._is_over(loop) or progress.has_stopped:
             return
-        self._tracker.resume()
-        takes = loader.order, loader.global_batch_size, len(loader)
-        state.position = state.position.entered(loop, *takes)
-        if state.position.stopped_early:
+        self._tracker.enter_call(loop)
+        progress.enter_call(loop, loader.order, loader.global_batch_size, len(loader))
+        if progress.position.stopped_early:
             return
         refuse_different(self._stops, self._rank, loop, loader, epochs)
-        num_epochs = epochs - state.position.loop_epoch
-        left = num_epochs * len(loader) - state.position.batch
-        state.total_steps = state.step + max(left, 0)
-        state.total_epochs = state.position.epoch + max(num_epochs, 0)
+        left = progress.begin_loop(epochs, len(loader))
         self._gradients.begin_loop(loader.batches)
         self._reporter.begin_loop(loader.batches)
         self._termination.install()
         try:
             with self._link.heartbeat.looping():
                 if left <= 0 or self._begin(left):
-                    while state.position.loop_epoch < epochs and not state.stop_agreed:
+                    while progress.position.loop_epoch < epochs and not progress.has_stopped:
                         yield from self._epoch(loader)
                 self._reporter.end_loop()
         finally:
             self._termination.remove()
-            state.share = None
+            progress.leave_loop()
             self._gradients.leave_loop()
             for agreement in self._agreements:
-                agreement.leave(outside_after(state.step))
+                agreement.leave(outside_after(progress.step))
 
     def close(self, *, failed: bool) -> None:
         """Let the others agree without this rank, unless it failed, which ends them all."""
@@ -136,95 +132,99 @@ class StepLoop:
             held.close()
         for agreement in self._agreements:
             agreement.close(failed=failed)
-        if self._state.passes_by and not failed and not self._link.stop_requested():
-            refuse_to_end(self._state, self._num_loops, "returned")
-            self._state.passes_by = False
+        if not failed and not self._link.stop_requested():
+            self._replay.end(self._num_loops)
 
     def _is_over(self, loop: int) -> bool:
-        """Tell whether a call was over before the checkpoint that this training resumed from."""
-        state, position = self._state, self._state.position
-        if state.passes_by and state.stop_wanted:
-            refuse_to_end(state, loop, "asked to stop")
-        if loop > position.loop or (loop == position.loop and not position.num_saves_behind):
+        """Pass a call that was over before the checkpoint; return whether it was."""
+        replay = self._replay
+        if replay.is_before_call and self._requests.wants_stop:
+            replay.refuse_to_end(loop, "asked to stop")
+        if not replay.is_over(loop):
             return False
-        if not state.stop_agreed:
+        if not self._progress.has_stopped:
             logger.info(
                 "call %d of ctx.steps was over before the checkpoint: the code behind it runs "
                 "again, and what that changes in tracked objects is restored",
                 loop + 1,
             )
-            self._tracker.pass_by()
-            state.passes_by = loop < position.loop and self._config.trains
+            replay.pass_call(loop)
         return True
 
     def _begin(self, num_steps: int) -> bool:
         """Pass the point before a loop; return whether there is to be a first step."""
-        step = self._state.step
+        step = self._progress.step
         points = outside_after(step), end_of(step + 1), end_of(step + num_steps)
         self._heed(self._stops.begin(*points, self._stop_wanted()))
-        if self._saves is not None and not self._state.stop_agreed:
+        if self._saves is not None and not self._progress.has_stopped:
             self._saves.begin(*points, Want.NOTHING)
-        return not self._state.stop_agreed
+        return not self._progress.has_stopped
 
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:
-        state = self._state
-        state.epoch = state.position.epoch + 1
+        progress = self._progress
+        progress.begin_epoch()
         self._link.heartbeat.enter(Phase.LOADING)
-        for batch, share in loader.lockstep(state.position.epoch, state.position.batch):
+        for batch, share in loader.lockstep(progress.position.epoch, progress.position.batch):
             self._begin_step(share)
             try:
                 yield batch
-            except GeneratorExit:  # the user left the loop: the step's record and place count
+            except GeneratorExit:  # the user left the loop: the step's record and position count
                 self._reporter.end_step()
-                warn_of_unwritten_save(state)
-                state.leave_step(is_last=share.is_last)
+                self._leave_within_step(share)
                 raise
             if self._end_step(share):
                 return
             self._link.heartbeat.enter(Phase.LOADING)
-        if state.position.batch:  # resumed after the last batch
-            state.position = state.position.after_batch(is_last=True)
+        progress.end_epoch()
 
     def _begin_step(self, share: BatchShare) -> None:
-        state = self._state
-        state.step += 1
-        state.share, state.epoch_ended = share, share.is_last
-        self._gradients.begin_step(state.step, share)
-        self._link.heartbeat.begin_step(state.step, state.epoch, is_last=share.is_last)
+        progress = self._progress
+        progress.begin_step(share)
+        self._gradients.begin_step(progress.step, share)
+        self._link.heartbeat.begin_step(progress.step, progress.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
         """Save and stop as agreed after the loop's body; return whether all ranks stop here."""
-        state = self._state
-        self._gradients.end_step(state.step)
+        progress = self._progress
+        self._gradients.end_step(progress.step)
         self._link.heartbeat.enter(Phase.STEP_END)
-        here, is_last = end_of(state.step), state.step >= (state.total_steps or 0)
-        then = outside_after(state.step) if is_last else end_of(state.step + 1)
+        here, is_last = end_of(progress.step), progress.step >= (progress.total_steps or 0)
+        then = outside_after(progress.step) if is_last else end_of(progress.step + 1)
         stop = self._stops.reach(here, then, self._stop_wanted())
         self._reporter.end_step()
-        asked = Reason.REQUEST if state.save_wanted else None
-        state.leave_step(is_last=share.is_last)
+        asked = Reason.REQUEST if self._requests.take_save() else None
+        progress.leave_step(is_last=share.is_last)
         self._heed(stop)
-        asked = Reason.STOP if state.stop_agreed else asked
+        asked = Reason.STOP if progress.has_stopped else asked
         if self._saves is not None and stop is None:
             is_time = self._tracker.due(asked, by_clock=True) is Reason.TIME
             save = self._saves.reach(here, then, Want.SAVE if is_time else Want.NOTHING)
             if save is not None and save.point == here:
                 asked = asked or Reason.TIME
         self._tracker.save_if(self._tracker.due(asked))
-        return state.stop_agreed
+        return progress.has_stopped
+
+    def _leave_within_step(self, share: BatchShare) -> None:
+        """Leave the loop in a step's body; warn if that step asked for a checkpoint."""
+        if self._requests.take_save():
+            logger.warning(
+                "the checkpoint that was asked for in step %d has not been written: its loop was "
+                "left before the step's end. Ask for it behind the loop, whose iterator no "
+                "variable may hold: write enumerate(ctx.steps(...)) in the for line",
+                self._progress.step,
+            )
+        self._progress.leave_step(is_last=share.is_last)
 
     def _heed(self, stop: Outcome | None) -> None:
         """Obey an agreement to stop; report one that the training itself didn't request."""
         if stop is None:
             return
-        state = self._state
         is_early = Want.STOP_EARLY in stop.want
-        state.stop_agreed = True
-        state.position = state.position._replace(stopped_early=is_early)
-        logger.info("all ranks stop after step %d", state.step)
-        if not is_early:
-            state.stopped_by = self._stopped_by()
-            self._link.send(RankStopped(NO_RANK, Stopped(state.step, state.stopped_by)))
+        step, stopped_by = self._progress.step, None if is_early else self._stopped_by()
+        self._progress.stop(stopped_by or "training")
+        logger.info("all ranks stop after step %d", step)
+        if stopped_by is not None:
+            self._link.send(RankStopped(NO_RANK, Stopped(step, stopped_by)))
 
     def _stopped_by(self) -> StoppedBy:
         if self._link.stop_requested():
@@ -232,7 +232,7 @@ class StepLoop:
         return "SIGTERM" if self._termination.requested else "peer"
 
     def _stop_wanted(self) -> Want:
-        want = Want.STOP_EARLY if self._state.stop_wanted else Want.NOTHING
+        want = Want.STOP_EARLY if self._requests.wants_stop else Want.NOTHING
         if self._link.stop_requested() or self._termination.requested:
             want |= Want.STOP
         return want

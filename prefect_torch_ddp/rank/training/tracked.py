@@ -1,28 +1,19 @@
-"""The objects that user code tracks: which are allowed, how they unwrap, the models among them."""
+"""The objects that user code tracks: which are allowed, how they unwrap, what changes in them."""
 
 import logging
-import platform
 import re
 from collections.abc import Container, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefect_torch_ddp.checkpoint.export import export_models
-from prefect_torch_ddp.checkpoint.manifest import Manifest, best
 from prefect_torch_ddp.checkpoint.serial import group_sizes
-from prefect_torch_ddp.checkpoint.shards import OwnState
-from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import RankConfig, Stage
-from prefect_torch_ddp.rank.training.progress import TrainingState
-from prefect_torch_ddp.records.hiding import hidden
+from prefect_torch_ddp.rank.config import Stage
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 
 
@@ -90,58 +81,3 @@ def warn_of_groups(sizes: dict[str, list[int]], objects: Mapping[str, Any]) -> N
 def _spelled_sizes(sizes: Sequence[int]) -> str:
     groups = "group" if len(sizes) == 1 else "groups"
     return f"{len(sizes)} parameter {groups} of {', '.join(map(str, sizes))} parameters"
-
-
-def best_checkpoint(config: RankConfig, ended: TrainingState | None = None) -> Manifest | None:
-    """Return the run's best checkpoint by its policy; None where that names no metric.
-
-    Where a training has ended, not only stopped, and none has the metric, it is said.
-    """
-    policy = config.checkpoint
-    if policy.best_metric is None:
-        return None
-    found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
-    if found is None and ended is not None and ended.stopped_by is None:
-        text = "no checkpoint is the best one: none has a finite %r, as rank 0 reported it"
-        logger.warning(text, policy.best_metric)
-    return found
-
-
-def export_tracked(
-    config: RankConfig, last: Manifest | None, objects: Mapping[str, Any], workload: str
-) -> dict[str, str]:
-    """Export the models of the checkpoint that is evaluated; return their URIs by name.
-
-    Models are what is called "model", and every module.
-    """
-    is_best = config.evaluate_on == "best" and config.checkpoint.best_metric is not None
-    chosen = best_checkpoint(config) if is_best else last
-    names = [
-        name
-        for name, item in objects.items()
-        if (name == "model" or isinstance(item, nn.Module)) and not isinstance(item, OwnState)
-    ]
-    if chosen is None or not names:
-        return {}
-    about = _about(config, workload)
-    return export_models(config.storage, chosen, names, config.attempt, about)
-
-
-def _about(config: RankConfig, workload: str) -> dict[str, Any]:
-    dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
-    shown = {"dataset_id", "digest", "num_files", "num_bytes"}
-    versions = {package: _version(package) for package in PACKAGES}
-    return {
-        "workload": workload,
-        "options": hidden("", config.options),
-        "seed": config.seed,
-        "dataset": None if dataset is None else dataset.model_dump(include=shown),
-        "versions": {"python": platform.python_version(), **versions},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -36,7 +36,7 @@ def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
         dataset = torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64))
         loader = ctx.loader(dataset, global_batch_size=1)
         for (batch,) in ctx.steps(loader, epochs=num_steps):
-            ctx._parts.tracker._checkpointer.wait()
+            ctx._parts.saver._checkpointer.wait()
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()

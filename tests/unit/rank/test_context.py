@@ -29,7 +29,7 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.training import reporter
+from prefect_torch_ddp.rank.training.reporting import measured
 from prefect_torch_ddp.records.metrics import read_all_records, read_new_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
@@ -285,8 +285,8 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     """Of tracked optimizers, at once and then now and then, without anything being reported; each
     group of each optimizer has its name, and odd ones have none. None of it is the user's
     metrics."""
-    monkeypatch.setattr(reporter, "MEASURE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
+    monkeypatch.setattr(measured, "MEASURE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(measured, "MEASURE_SHARE", 0.0)
     model = nn.Linear(1, 1)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
     adam, sgd = torch.optim.Adam([nn.Parameter(torch.zeros(1))]), torch.optim.SGD(groups, lr=1)

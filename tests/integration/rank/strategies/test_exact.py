@@ -68,7 +68,7 @@ def gradients_of_epoch(
         num_talks, gradients = 0, []
         for batch in ctx.steps(ctx.loader(dataset, global_batch_size=batch_size), epochs=1):
             model.zero_grad(set_to_none=ctx.step % 2 == 0)
-            is_stand_in = ctx._state.share.num_local == 0
+            is_stand_in = ctx._progress.share.num_local == 0
             for (inputs, targets), weight in passes(ctx, model, batch, way, number):
                 loss = nn.functional.cross_entropy(model(inputs), targets) * weight
                 (loss * float("nan") if is_stand_in else loss).backward()

@@ -11,7 +11,8 @@ from torch import nn
 from prefect_torch_ddp import CheckpointParams, RankContext
 from prefect_torch_ddp.checkpoint.checkpointer import SaveCost
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.rank.training.progress import Position, TrainingState
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saves import Pace, Reason, SaveClock, due, next_interval_s
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.tracked import steps_over
@@ -65,13 +66,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_checkpoint_is_due_as_the_table_says(case: Case) -> None:
     """One function decides for all."""
-    progress = TrainingState(
-        step=case.step, position=Position(epoch=case.epoch, batch=case.batch), saved=case.saved
-    )
+    position = Position(epoch=case.epoch, batch=case.batch)
+    numbers = CheckpointNumbers(LoopProgress(case.step, position=position), case.saved)
     pace = None if case.age_s is None else Pace(100.0, case.every_s)
     now_s = 100.0 + (case.age_s or 0)
     policy = CheckpointParams(**{"every_s": None, **case.policy})
-    assert due(policy, progress, now_s, case.asked, pace) is case.is_due
+    assert due(policy, numbers, now_s, case.asked, pace) is case.is_due
 
 
 def cost(spent_s: float, written_s: float = 0.05) -> SaveCost:
@@ -157,8 +157,8 @@ def test_a_checkpoint_stays_long_enough_to_be_read_while_newer_ones_come(
         ctx.track(model=nn.Linear(1, 1))
         for _ in steps_over(ctx, 6):
             ctx.checkpoint(force=True)
-            ctx._parts.tracker._checkpointer.wait()
-        ctx._parts.tracker._checkpointer.wait()
+            ctx._parts.saver._checkpointer.wait()
+        ctx._parts.saver._checkpointer.wait()
         kept = [manifest.step for manifest in list_manifests(storage, "local")]
         assert kept == ([1, 2, 3, 4, 5, 6] if every_s == "auto" else [5, 6])
     assert [manifest.step for manifest in list_manifests(storage, "local")] == [5, 6]

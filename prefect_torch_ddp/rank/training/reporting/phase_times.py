@@ -10,7 +10,7 @@ from typing import Any
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.training.progress import TrainingState
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.records.log import RecordLog, next_interval_s
 from prefect_torch_ddp.records.timing import UNKNOWN_STEP, TimingLine
 
@@ -23,12 +23,12 @@ class TimingLog:
     """Writes timing records; between them a step costs a fraction of a microsecond."""
 
     def __init__(
-        self, log: RecordLog, attempt: int, info: RankInfo, state: TrainingState, link: Link
+        self, log: RecordLog, attempt: int, info: RankInfo, numbers: CheckpointNumbers, link: Link
     ) -> None:
         """Write nothing yet."""
         self._log = log
         self._who: dict[str, Any] = {"rank": info.rank, "attempt": attempt, "host": link.host}
-        self._state = state
+        self._numbers = numbers
         self._heartbeat = link.heartbeat
         self._num_samples = self._num_steps = self._num_epoch_ends = 0
         self._knows_step = False
@@ -43,7 +43,7 @@ class TimingLog:
 
     def end_step(self) -> None:
         """Count a step, or a report outside of one."""
-        if (share := self._state.share) is not None:
+        if (share := self._numbers.progress.share) is not None:
             self._num_steps += 1
             self._num_samples += share.num_local - share.num_skipped
             self._num_epoch_ends += share.is_last
@@ -63,7 +63,7 @@ class TimingLog:
         self._knows_step |= knows_step
         device, cuda_bytes = _device()
         line = TimingLine(
-            step=self._state.checkpoint_number if self._knows_step else UNKNOWN_STEP,
+            step=self._numbers.current if self._knows_step else UNKNOWN_STEP,
             time=time.time(),
             device=device,
             num_samples=self._num_samples,

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,10 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.training.phase_times import TimingLog
-from prefect_torch_ddp.rank.training.progress import TrainingState, rate_checkpoint
+from prefect_torch_ddp.rank.training.replay import Replay
+from prefect_torch_ddp.rank.training.reporting.measured import Measurements
+from prefect_torch_ddp.rank.training.reporting.newest import NewestMetrics
+from prefect_torch_ddp.rank.training.reporting.phase_times import TimingLog
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
 
@@ -23,10 +25,6 @@ if TYPE_CHECKING:
 
 PROGRESS_INTERVAL_S = 1.0
 """Each one goes by three other processes, whose time is taken from steps where cores are few."""
-MEASURE_INTERVAL_S = 0.5
-MEASURE_SHARE = 1 / 256
-"""Of a training's age: a long one is measured less often."""
-MAX_RATES = 4
 FAILED_GRACE_S = 5.0
 """How long a rank that failed still writes: a checkpoint under way, then its records."""
 
@@ -34,44 +32,57 @@ FAILED_GRACE_S = 5.0
 class Reporter:
     """Merges what is reported in a step, and hands it on at the step's end."""
 
-    def __init__(
-        self, config: RankConfig, info: RankInfo, state: TrainingState, link: Link
+    def __init__(  # noqa: PLR0913, PLR0917 - what a record is made of
+        self,
+        config: RankConfig,
+        info: RankInfo,
+        replay: Replay,
+        link: Link,
+        tracked: Mapping[str, Any],
+        trouble: Callable[[], str] = str,
     ) -> None:
-        """Only a training writes records: those of an evaluation would count as the training's."""
+        """Only a training writes records: those of an evaluation would count as the training's.
+
+        Args:
+            config: of the run.
+            info: which rank this is.
+            replay: what runs again on resume, whose reports are on record; its numbers are those
+                of the training's checkpoints.
+            link: takes the progress.
+            tracked: the tracked objects; the optimizers among them have learning rates.
+            trouble: says, on rank 0, what people should know of the training, or nothing.
+        """
+        numbers = replay.numbers
         run = (config.storage, config.run_id)
         self._who: dict[str, Any] = {"rank": info.rank, "attempt": config.attempt}
         kept = {**self._who, "copies": link.copies}
         self._log = RecordLog(*run, "metrics", **kept) if config.trains else None
         keeps_ledger = config.trains and config.ledger
         self._ledger = RecordLog(*run, "ledger", **kept) if keeps_ledger else None
-        timing = (RecordLog(*run, "timing", **kept), config.attempt, info, state, link)
+        timing = (RecordLog(*run, "timing", **kept), config.attempt, info, numbers, link)
         self._timing = TimingLog(*timing) if config.trains else None
         logs = (self._log, self._ledger, self._timing)
         self._logs = [log for log in logs if log is not None]
         self._policy = config.checkpoint
         self._info = info
-        self._state = state
+        self._numbers = numbers
+        self._progress = numbers.progress
+        self._replay = replay
         self._link = link
+        self._measurements = Measurements(tracked)
+        self._trouble = trouble
+        self.newest = NewestMetrics(config.checkpoint, numbers)
         self._now: dict[str, Any] = {}
-        self._newest: dict[str, Any] = {}
-        self._reports: dict[str, tuple[int, int]] = {}
         self._next_progress = 0.0
-        self.tracked: dict[str, Any] = {}
-        """The tracked objects; the optimizers among them have learning rates."""
-        self._num_samples = 0
-        """Of all ranks, in this attempt."""
-        self._began_s = self._measured_s = time.monotonic()
-        self._num_measured = 0
-        self._next_measure_s = 0.0
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Take metrics of the step under way; outside of one they are a record of their own."""
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
-        if self._state.passes_by:  # it is on record, from the weights of that time
+        if self._replay.is_before_call:  # it is on record, from the weights of that time
             self._now.clear()
-        if self._state.share is None:
+        if self._progress.share is None:
             self.end_step()
 
     def begin_loop(self, batches: "GlobalBatches") -> None:
@@ -80,9 +91,9 @@ class Reporter:
             self._timing.begin_loop()
         if self._ledger is None:
             return
-        position = self._state.position
+        position = self._progress.position
         line = LoopLine(
-            step=self._state.step + 1,
+            step=self._progress.step + 1,
             epoch=position.epoch + 1,
             loop=position.loop,
             offset=position.batch * position.global_batch_size,
@@ -98,55 +109,35 @@ class Reporter:
     def end_loop(self) -> None:
         """Put on the ledger that a loop has ended in order, and where."""
         if self._ledger is not None:
-            position = self._state.position
+            position = self._progress.position
             offset = position.batch * position.global_batch_size
-            at = (self._state.step + 1, position.epoch + 1, position.loop, offset)
+            at = (self._progress.step + 1, position.epoch + 1, position.loop, offset)
             self._ledger.append(EndLine(*at, **self._who))
 
     def end_step(self) -> None:
         """Hand on the step's records."""
-        share = self._state.share
-        self._num_samples += 0 if share is None else share.num_global
+        share = self._progress.share
+        self._measurements.count(share)
         if self._ledger is not None and share is not None and not self._closed:
             self._ledger.append(self._step_line(share))
         now_s = time.monotonic()
-        is_due = (
-            self._info.rank == 0 and now_s >= self._next_measure_s and not self._state.passes_by
-        )
+        is_first = self._info.rank == 0
+        is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_before_call
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
-            self._newest.update(metrics)
-            self._reports.update(dict.fromkeys(metrics, self._state.report_place))
+            self.newest.take(metrics)
             if self._log is not None:
-                measured = self._measure(now_s) if is_due else {}
+                measured = self._measurements.measure(now_s) if is_due else {}
                 if metrics or measured:
                     self._log.append(self._record(metrics) | measured)
         if self._timing is not None and not self._closed:
             self._timing.end_step()
-        if self._info.rank == 0 and now_s >= self._next_progress:
+        if is_first and now_s >= self._next_progress:
             self._send_progress()
-
-    def newest(self) -> dict[str, float]:
-        """Return the newest value of each metric of this rank; may wait for the device."""
-        self._newest = {name: float(value) for name, value in self._newest.items()}
-        return dict(self._newest)
-
-    def of_checkpoint(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the newest values, and the place of each one's report."""
-        newest = self.newest()
-        if self._info.rank == 0:
-            rate_checkpoint(self._state, self._policy, newest, self._reports)
-        return newest, dict(self._reports)
-
-    def has_unsaved_best(self) -> bool:
-        """Tell whether no checkpoint has the newest value of the best metric, on rank 0."""
-        place = self._reports.get(self._policy.best_metric or "")
-        return place is not None and place != self._state.rated
 
     def restore(self, manifest: "Manifest") -> None:
         """Start with the metrics of a checkpoint."""
-        self._newest, self._reports = dict(manifest.metrics), dict(manifest.reports)
-        self._state.rated = self._reports.get(self._policy.best_metric or "")
+        self.newest.restore(manifest.metrics, manifest.reports)
         self.mark_checkpoint()
 
     def mark_checkpoint(self) -> None:
@@ -180,7 +171,7 @@ class Reporter:
         """
         if self._now:
             self.end_step()
-        if not self._closed and self._info.rank == 0 and self._state.step > 0:
+        if not self._closed and self._info.rank == 0 and self._progress.step > 0:
             self._send_progress()  # else what people see would end up to a second too early
         if self._timing is not None and not self._closed:
             self._timing.record(knows_step=False)
@@ -209,66 +200,33 @@ class Reporter:
         if errors:
             raise StorageError("; ".join(map(str, errors))) from errors[0]
 
-    def _measure(self, now_s: float) -> dict[str, dict[str, float]]:
-        """Return what people want to see and nobody reported: learning rates, throughput.
-
-        They are apart from the metrics, which are the user's.
-        """
-        measured: dict[str, float] = {}
-        with suppress(Exception):  # of an object of the user's, for a display
-            measured.update(learning_rates(self.tracked))
-        num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
-        if self._num_measured and num_samples and took_s > 0:
-            measured["samples/s"] = num_samples / took_s
-        self._num_measured, self._measured_s = self._num_samples, now_s
-        self._next_measure_s = now_s + max(
-            MEASURE_INTERVAL_S, (now_s - self._began_s) * MEASURE_SHARE
-        )
-        return {"measured": measured} if measured else {}
-
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
-        state = self._state
-        is_endless = state.total_steps == math.inf
+        progress = self._progress
+        is_endless = progress.total_steps == math.inf
         total_steps, total_epochs = (
-            (None, None) if is_endless else (state.total_steps, state.total_epochs)
+            (None, None) if is_endless else (progress.total_steps, progress.total_epochs)
         )
-        at = (state.record_step, state.epoch, total_steps, state.trouble())
-        of_all = (total_epochs, self._num_samples, state.is_one_epoch)
+        at = (self._numbers.record_step, progress.epoch, total_steps, self._trouble())
+        of_all = (total_epochs, self._measurements.num_samples, progress.is_one_epoch)
         self._link.send(Progress(*at, *of_all))
 
     def _step_line(self, share: "BatchShare") -> StepLine:
-        state = self._state
-        offset = share.batch * state.position.global_batch_size
+        progress = self._progress
+        offset = share.batch * progress.position.global_batch_size
         batch = (offset, share.num_global, share.is_last, share.samples)
-        return StepLine(state.step, state.epoch, state.position.loop, *batch, **self._who)
+        return StepLine(progress.step, progress.epoch, progress.position.loop, *batch, **self._who)
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        share = self._state.share
+        share = self._progress.share
         return {
-            "step": self._state.record_step,
-            "epoch": self._state.epoch,
+            "step": self._numbers.record_step,
+            "epoch": self._progress.epoch,
             **self._who,
             "time": time.time(),
             "num_samples": 0 if share is None else share.num_local - share.num_skipped,
             "metrics": metrics,
         }
-
-
-def learning_rates(tracked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the learning rate of each group of each optimizer, by name; never waits for a GPU."""
-    groups: dict[str, Any] = {
-        f"{name}[{i}]" if len(item.param_groups) > 1 else name: group.get("lr")
-        for name, item in tracked.items()
-        if isinstance(getattr(item, "param_groups", None), list)
-        for i, group in enumerate(item.param_groups[:MAX_RATES])
-        if isinstance(group, dict)  # an object of the user's may keep anything there
-    }
-    for name, given in list(groups.items())[:MAX_RATES]:
-        is_number = getattr(given, "ndim", None) == 0 and str(getattr(given, "device", "")) == "cpu"
-        is_here = isinstance(given, Real) or is_number
-        if is_here and math.isfinite(rate := float(given)):
-            yield ("learning_rate" if len(groups) == 1 else f"learning_rate of {name}"), rate
 
 
 class _DeviceScalar:

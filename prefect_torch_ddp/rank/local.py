@@ -1,0 +1,81 @@
+"""A rank in this process, for `RankContext.local`: its options, its attempt, its seeds."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict
+
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
+from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
+from prefect_torch_ddp.data.images.location import readable_at
+from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
+from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
+from prefect_torch_ddp.rank.user_code import default_to_fork
+from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
+from prefect_torch_ddp.storage.protocol import Readable, Storage
+
+
+class LocalOptions(TypedDict, total=False):
+    """What `RankContext.local` takes by name."""
+
+    run_id: str
+    """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
+    stage: Stage
+    """"evaluate" restores the checkpoint of `restore_step`, or the newest; "train", where it isn't
+    given."""
+    checkpoint: CheckpointParams | None
+    """When checkpoints are written, and which are kept."""
+    resume_from: str | None
+    """Run to take the first checkpoint from: its id, or `<path or s3:// URI of its
+    storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`."""
+    restore_step: int | None
+    """See stage."""
+    determinism: Determinism
+    """"elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives."""
+    virtual_ranks: int | None
+    """See determinism."""
+    ledger: bool
+    """Record which samples each step trains on; `read_ledger` checks it."""
+    source: Readable | str | Path | None
+    """What `ctx.source` is to be: a storage, a path or an s3:// URI."""
+
+
+def local_parts(
+    data: str | Path | None,
+    options: Mapping[str, Any] | None,
+    seed: int,
+    storage: Storage | str | Path | None,
+    chosen: LocalOptions,
+) -> ContextParts:
+    """Make the parts of one rank here, as `RankContext.local` says; claim an attempt, seed."""
+    from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
+
+    unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
+    if unknown:  # before an attempt is claimed
+        msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"
+        raise TypeError(msg)
+    given = {name: value for name, value in chosen.items() if value is not None}
+    config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
+    check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
+    temporary = None
+    if storage is None:
+        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
+        storage = temporary.name
+    where = storage_at(storage)
+    if isinstance(config.get("resume_from"), str):
+        config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
+    if "source" in config:
+        config["source"], _ = readable_at(config["source"])
+    default_to_fork()
+    seed_stage(seed, config["stage"])
+    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
+    # it, must not end one that is alive.
+    trains = config["stage"] in ("train", "task")
+    run = (where, config["run_id"])
+    attempt = claim_attempt(*run) if trains else max(newest_attempt(*run), 1)
+    config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
+    folder = None if data is None else Path(data)
+    parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
+    parts.temporary = temporary
+    return parts

@@ -1,0 +1,165 @@
+"""How far the loops of a training are: only `StepLoop` moves it; free of torch."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from prefect_torch_ddp.protocol.events import StoppedBy
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.data.sampler import BatchShare
+
+logger = logging.getLogger(__name__)
+
+
+class Position(NamedTuple):
+    """Where a training resumes: the next batch it would take."""
+
+    loop: int = 0
+    """Which call of `steps` it is, from 0."""
+    loop_epoch: int = 0
+    """Epochs that this call has completed."""
+    epoch: int = 0
+    """Epochs that all calls have completed; numbers the order of the samples."""
+    batch: int = 0
+    """Global batches of the current epoch that are done."""
+    global_batch_size: int = 0
+    order: str = ""
+    """Names the order of samples that the batches are of; only the same one can be continued."""
+    stopped_early: bool = False
+    """Whether the training itself asked to stop here, so that resuming it adds nothing."""
+
+    def after_batch(self, *, is_last: bool) -> Self:
+        """Return the position after a batch, the last one of its epoch or not."""
+        if not is_last:
+            return self._replace(batch=self.batch + 1)
+        return self._replace(loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
+
+    def entered(self, loop: int, order: str, size: int, num_batches: int) -> Self:
+        """Return the position in a loop that begins or resumes, with its loader's order and size.
+
+        A later loop than this one continues no epoch.
+        """
+        position, batch = self, self.batch
+        if loop > self.loop:
+            fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0}
+            position = self._replace(loop=loop, epoch=self.epoch + (batch > 0), **fresh)
+        elif batch and self.order not in ("", order):
+            logger.warning(
+                "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
+                "that epoch can't be finished, the next one begins",
+                self.order,
+                order,
+            )
+            position = self.after_batch(is_last=True)
+        elif batch and self.global_batch_size != size:
+            done = batch * self.global_batch_size
+            position = self._replace(batch=min(done // size, num_batches))
+            if done % size:
+                logger.warning(
+                    "global_batch_size changed within an epoch: %d samples of it are seen twice",
+                    done % size,
+                )
+        return position._replace(global_batch_size=size, order=order)
+
+
+@dataclass
+class LoopProgress:
+    """The steps, epochs and batches of a training, and whether its loops have stopped."""
+
+    step: int = 0
+    epoch: int = 0
+    epoch_ended: bool = False
+    position: Position = field(default_factory=Position)
+    share: "BatchShare | None" = None
+    """The share of the step under way; None outside of the loop."""
+    total_steps: int | None = None
+    total_epochs: int | None = None
+    ended_by: StoppedBy | Literal["training"] | None = None
+    """Who ended the loops; None: nobody, as far as all ranks agreed."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether all ranks agreed to stop."""
+        return self.ended_by is not None
+
+    @property
+    def stopped_by(self) -> StoppedBy | None:
+        """Who stopped it from outside; None where the training itself did, or nobody."""
+        return None if self.ended_by == "training" else self.ended_by
+
+    @property
+    def is_one_epoch(self) -> bool:
+        """Whether the last call of `steps` has one epoch, as in a loop over epochs around it."""
+        before = self.position.epoch - self.position.loop_epoch
+        return self.total_epochs is not None and self.total_epochs - before == 1
+
+    def continue_from(self, step: int, epoch: int, position: Position) -> None:
+        """Begin where a checkpoint was made, of this run or of another one."""
+        self.step, self.epoch, self.position = step, epoch, position
+
+    def enter_call(self, loop: int, order: str, size: int, num_batches: int) -> None:
+        """Enter a call of `steps`; see `Position.entered`."""
+        self.position = self.position.entered(loop, order, size, num_batches)
+
+    def begin_loop(self, epochs: int, num_batches: int) -> int:
+        """Take the length of the call of `steps`; return how many steps are left of it.
+
+        Args:
+            epochs: of the whole call; `math.inf` is taken too.
+            num_batches: of an epoch.
+        """
+        num_epochs = epochs - self.position.loop_epoch
+        left = num_epochs * num_batches - self.position.batch
+        self.total_steps = self.step + max(left, 0)
+        self.total_epochs = self.position.epoch + max(num_epochs, 0)
+        return left
+
+    def begin_epoch(self) -> None:
+        """Begin, or continue, the epoch of the position."""
+        self.epoch = self.position.epoch + 1
+
+    def begin_step(self, share: "BatchShare") -> None:
+        """Begin a step."""
+        self.step += 1
+        self.share, self.epoch_ended = share, share.is_last
+
+    def leave_step(self, *, is_last: bool) -> None:
+        """End the step under way, the last one of its epoch or not."""
+        self.position = self.position.after_batch(is_last=is_last)
+        self.share = None
+
+    def end_epoch(self) -> None:
+        """Complete an epoch that was resumed after its last batch."""
+        if self.position.batch:
+            self.position = self.position.after_batch(is_last=True)
+
+    def leave_loop(self) -> None:
+        """Note that no step is under way any more, in whatever way the loop was left."""
+        self.share = None
+
+    def stop(self, ended_by: StoppedBy | Literal["training"]) -> None:
+        """Take in that all ranks stop here."""
+        self.ended_by = ended_by
+        self.position = self.position._replace(stopped_early=ended_by == "training")
+
+
+@dataclass
+class Requests:
+    """What user code asked for on this rank; the loop obeys at a step's end."""
+
+    wants_stop: bool = False
+    _wants_save: bool = False
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks stop."""
+        self.wants_stop = True
+
+    def ask_for_save(self) -> None:
+        """Have a checkpoint made at the end of the step under way."""
+        self._wants_save = True
+
+    def take_save(self) -> bool:
+        """Return whether the step that ends asked for a checkpoint, and forget it."""
+        wanted, self._wants_save = self._wants_save, False
+        return wanted

@@ -1,0 +1,115 @@
+"""The numbers of a training's checkpoints; what is reported belongs to one of them. No torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
+from prefect_torch_ddp.storage.formats import build
+
+
+class OwnSaves(NamedTuple):
+    """The checkpoints that user code asked for outside of `steps`; stored with the position."""
+
+    num_own_numbers: int = 0
+    """Checkpoints outside of `steps` that have a number of their own: their step's was taken."""
+    num_saves_behind: int = 0
+    """Checkpoints requested after this call of `steps`; above 0 it has ended, also by a break."""
+    in_own_loop: bool = False
+    """Whether `steps` had not begun: the generators are those of the user's own loop, which
+    resumes at `track`."""
+
+
+@dataclass
+class CheckpointNumbers:
+    """Which number the next checkpoint has, and which one was the newest.
+
+    Within `steps` it is the step. A checkpoint outside has the next one if its step's is taken.
+    """
+
+    progress: LoopProgress
+    newest: int | None = None
+    """The number of this run's newest checkpoint, begun or restored."""
+    own: OwnSaves = field(default_factory=OwnSaves)
+    ended_at: tuple[int, int | None] | None = None
+    """Number and `newest` as restored from a checkpoint with which the function had ended."""
+    has_begun: bool = False
+    """Whether `steps` was called."""
+
+    @property
+    def current(self) -> int:
+        """The number of a checkpoint made now."""
+        return self.progress.step + self.own.num_own_numbers
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint has this number."""
+        return self.newest == self.current
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the training had ended, and nothing was added since."""
+        return self.ended_at == (self.current, self.newest)
+
+    @property
+    def record_step(self) -> int:
+        """The step of what is reported now.
+
+        In a loop of the user's own it is the number of the next checkpoint, so that a resume takes
+        back what was reported after its checkpoint, and nothing else.
+        """
+        if self.progress.step > 0 or self.progress.share is not None:
+            return self.progress.step
+        return self.report_interval[0]
+
+    @property
+    def report_interval(self) -> tuple[int, int]:
+        """Identifies the interval between two checkpoints in which a metric is reported now.
+
+        The number of the next checkpoint, and the step.
+        """
+        return self.current + self.is_saved, self.progress.step
+
+    def stored(self) -> dict[str, Any]:
+        """Return what a manifest holds as its position."""
+        return {**self.progress.position._asdict(), **self.own._asdict()}
+
+    def adopt(self, manifest: Manifest, *, is_ours: bool, had_ended: bool) -> None:
+        """Continue from a checkpoint, of this run or of another one."""
+        position = build(Position, manifest.position)
+        if not is_ours:
+            position = position._replace(stopped_early=False)
+        self.own = build(OwnSaves, manifest.position)
+        step = manifest.step - self.own.num_own_numbers
+        self.progress.continue_from(step, manifest.epoch, position)
+        self.newest = manifest.step if is_ours else None
+        self.ended_at = (manifest.step, self.newest) if had_ended and is_ours else None
+
+    def begin_steps(self) -> None:
+        """Note that `steps` was called."""
+        self.has_begun = True
+
+    def enter_call(self, loop: int) -> None:
+        """Leave the user's own loop for a call of `steps`; a later one begins its count again."""
+        later = {"num_saves_behind": 0} if loop > self.progress.position.loop else {}
+        self.own = self.own._replace(in_own_loop=False, **later)
+
+    def count_own_save(self) -> None:
+        """Count a checkpoint outside of `steps`, perhaps after one of its calls."""
+        if self.is_saved:
+            self.take(self.current + 1)
+        if self.has_begun:
+            self.own = self.own._replace(num_saves_behind=self.own.num_saves_behind + 1)
+
+    def enter_own_loop(self) -> None:
+        """Note that the user's own loop makes the checkpoints."""
+        self.own = self.own._replace(in_own_loop=True)
+
+    def take(self, number: int) -> None:
+        """Number the checkpoint of this step."""
+        self.own = self.own._replace(num_own_numbers=number - self.progress.step)
+
+    def begin_save(self) -> int:
+        """Return the number of a checkpoint that begins now."""
+        self.newest = self.current
+        return self.newest

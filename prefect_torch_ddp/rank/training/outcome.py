@@ -1,0 +1,95 @@
+"""What a closed training leaves: its last and best checkpoint, and its models for others."""
+
+import logging
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import nn
+
+from prefect_torch_ddp.checkpoint.export import export_models
+from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref
+from prefect_torch_ddp.checkpoint.restore import Restorer
+from prefect_torch_ddp.checkpoint.shards import OwnState
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.records.hiding import hidden
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
+
+
+def checkpoints_of(
+    config: RankConfig, last: Manifest | None, resumed: Restorer | None, *, has_ended: bool | None
+) -> dict[str, Any]:
+    """Return the run's checkpoints, and the step that this attempt resumed from.
+
+    Args:
+        config: of the run.
+        last: the newest checkpoint.
+        resumed: what was resumed from.
+        has_ended: whether the training has ended, not only stopped; None on ranks other than 0,
+            which don't look for the best one.
+    """
+    restored = None if resumed is None else resumed.manifest
+    top = None if has_ended is None else _best_checkpoint(config, warns=has_ended)
+    last_ref, best_ref = (
+        None if found is None else checkpoint_ref(config.storage, found).model_dump()
+        for found in (last, top)
+    )
+    step = None if restored is None else restored.step
+    return {"last_checkpoint": last_ref, "best_checkpoint": best_ref, "resumed_from_step": step}
+
+
+def export_tracked(
+    config: RankConfig, last: Manifest | None, objects: Mapping[str, Any], workload: str
+) -> dict[str, str]:
+    """Export the models of the checkpoint that is evaluated; return their URIs by name.
+
+    Models are what is called "model", and every module.
+    """
+    is_best = config.evaluate_on == "best" and config.checkpoint.best_metric is not None
+    chosen = _best_checkpoint(config) if is_best else last
+    names = [
+        name
+        for name, item in objects.items()
+        if (name == "model" or isinstance(item, nn.Module)) and not isinstance(item, OwnState)
+    ]
+    if chosen is None or not names:
+        return {}
+    about = _about(config, workload)
+    return export_models(config.storage, chosen, names, config.attempt, about)
+
+
+def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | None:
+    """Return the run's best checkpoint by its policy; None where that names no metric."""
+    policy = config.checkpoint
+    if policy.best_metric is None:
+        return None
+    found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+    if found is None and warns:
+        text = "no checkpoint is the best one: none has a finite %r, as rank 0 reported it"
+        logger.warning(text, policy.best_metric)
+    return found
+
+
+def _about(config: RankConfig, workload: str) -> dict[str, Any]:
+    dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
+    shown = {"dataset_id", "digest", "num_files", "num_bytes"}
+    versions = {package: _version(package) for package in PACKAGES}
+    return {
+        "workload": workload,
+        "options": hidden("", config.options),
+        "seed": config.seed,
+        "dataset": None if dataset is None else dataset.model_dump(include=shown),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,79 @@
+"""The newest value of each metric that a rank reported, and whether a checkpoint has the best."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+
+logger = logging.getLogger(__name__)
+
+
+class NewestMetrics:
+    """The newest value of each metric, with the interval between checkpoints it was reported in."""
+
+    def __init__(self, policy: CheckpointParams, numbers: CheckpointNumbers) -> None:
+        """Start without any."""
+        self._policy = policy
+        self._numbers = numbers
+        self._values: dict[str, Any] = {}
+        self._intervals: dict[str, tuple[int, int]] = {}
+        self._rated: tuple[int, int] | None = None
+        """The interval of the best metric's report that the newest checkpoint has."""
+        self._best = -math.inf
+        """Of the best metric in this attempt's checkpoints; larger is better."""
+        self._has_warned = False
+
+    def take(self, metrics: Mapping[str, Any]) -> None:
+        """Take metrics that are reported now."""
+        self._values.update(metrics)
+        self._intervals.update(dict.fromkeys(metrics, self._numbers.report_interval))
+
+    def of_checkpoint(
+        self, *, is_rated: bool
+    ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """Return the values, and the interval of each one's report; may wait for the device.
+
+        Args:
+            is_rated: whether this rank's best metric counts.
+        """
+        self._values = {name: float(value) for name, value in self._values.items()}
+        if is_rated:
+            self._rate(self._policy.best_metric or "")
+        return dict(self._values), dict(self._intervals)
+
+    def has_unsaved_best(self) -> bool:
+        """Tell whether no checkpoint has the newest value of the best metric."""
+        interval = self._intervals.get(self._policy.best_metric or "")
+        return interval is not None and interval != self._rated
+
+    def restore(self, metrics: Mapping[str, Any], intervals: Mapping[str, tuple[int, int]]) -> None:
+        """Start with the metrics of a checkpoint."""
+        self._values, self._intervals = dict(metrics), dict(intervals)
+        self._rated = self._intervals.get(self._policy.best_metric or "")
+
+    def _rate(self, metric: str) -> None:
+        """Note the best metric of a checkpoint; warn, once, if a best value is of other weights."""
+        if metric not in self._values or self._intervals.get(metric) == self._rated:
+            return
+        value = self._values[metric] * (1 if self._policy.best_mode == "max" else -1)
+        number, step = self._rated = self._intervals[metric]
+        if not value > self._best:  # nor where it is a nan
+            return
+        self._best = value
+        now, current = self._numbers.progress.step, self._numbers.current
+        # A baseline of untrained weights is left out: nobody wants those.
+        is_late = 0 < step < now or (now == 0 and number < current)
+        if is_late and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s was reported in step %d, and the first checkpoint since is of step %d: it "
+                "counts with that value, but its weights are others than those validated. For the "
+                "best weights ask for a checkpoint where you report it: "
+                "ctx.checkpoint(force=True), or in the loop ctx.checkpoint(force=ctx.epoch_ended)",
+                metric,
+                step or number,
+                now or current,
+            )
