@@ -82,7 +82,7 @@ class SumWatch:
         if not wrapped.has_summed:
             wrapped.has_summed = True
             self._num_changes += 1
-        for parameter in wrapped.summed & self._left.keys():
+        for parameter in [each for each in self._left if each in wrapped.summed]:
             del self._left[parameter]
 
     def accumulated(self, parameter: torch.Tensor, ddp: DistributedDataParallel) -> None:

@@ -49,6 +49,16 @@ def module_called(ctx: RankContext, **options: Any) -> None:
     train(ctx, wrapped.module, optimizer)  # type: ignore[arg-type]
 
 
+def module_called_later(ctx: RankContext) -> None:
+    """The same from step 3 on."""
+    wrapped: Any = ctx.wrap(make())
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss_of((wrapped if ctx.step < 3 else wrapped.module)(x), y).backward()
+        optimizer.step()
+
+
 def module_in_micro_batches(ctx: RankContext) -> None:
     """The same in micro-batches."""
     wrapped = ctx.wrap(make())
@@ -135,6 +145,7 @@ TWICE = "to which this rank has added a backward pass that the ranks didn't sum"
 UNSUMMED = {
     "the result of wrap dropped": (dropped, 1, BYPASSED),
     ".module called": (module_called, 1, BYPASSED),
+    ".module called later": (module_called_later, 3, TWICE),
     ".module called, a fused optimizer": (partial(module_called, fused=True), 1, BYPASSED),
     ".module called in micro-batches": (module_in_micro_batches, 1, BYPASSED),
     "a layer unfrozen after wrap": (unfrozen, 3, UNFROZEN),
