@@ -29,6 +29,7 @@ from prefect_torch_ddp.gang.caller.preload import preload_of
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
+from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
@@ -151,31 +152,34 @@ async def _run_attempt(
     """Return the pickled values of the ranks, in rank order."""
     options, sign = plan.options, WaitingSign(sink)
     queued_s: float | None = None
-    while True:
-        workers = await gather_workers(client, plan, size, sign)
-        queued_s = queued_s or time.monotonic()
-        num_free = sum(is_free(worker, plan.resources) for worker in workers)
-        world_size = size.on(len(workers), num_free)
-        num_workers = num_workers_needed(world_size, size.ranks_per_worker)
-        chosen = choose(workers, num_workers, plan.resources)
-        refuse_conflicts(chosen)
-        placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
-        is_extra = size.is_growing or world_size > (size.most or world_size)
-        has_extra = is_extra and num_free >= num_workers
-        reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)
-        growth = Growth(client, plan, size, chosen, world_size, sink)
-        supervisor = Supervisor(plan, placement, reservation.agents, growth)
-        try:
-            limit_s = options.queue_timeout_s
-            deadline_s = None if limit_s is None else queued_s + limit_s
-            if await _reserve(reservation.reserve(queued_s, deadline_s, sign), sink):
-                hosts = tuple(each.host for each in placement.places)
-                sink(AttemptBegan(plan.attempt, world_size, hosts))
-                return await supervisor.run(sink, stop)
-        finally:
-            # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
-            # the ranks must go all the same.
-            await asyncio.shield(supervisor.clear(sink))
+    with WorkersWanted(client, plan) as wanted:
+        while True:
+            workers = await gather_workers(client, plan, size, sign, wanted)
+            queued_s = queued_s or time.monotonic()
+            num_free = sum(is_free(worker, plan.resources) for worker in workers)
+            world_size = size.on(len(workers), num_free)
+            num_workers = num_workers_needed(world_size, size.ranks_per_worker)
+            chosen = choose(workers, num_workers, plan.resources)
+            refuse_conflicts(chosen)
+            placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
+            is_extra = size.is_growing or world_size > (size.most or world_size)
+            has_extra = is_extra and num_free >= num_workers
+            reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)
+            growth = Growth(client, plan, size, chosen, world_size, sink, wanted)
+            supervisor = Supervisor(plan, placement, reservation.agents, growth)
+            try:
+                limit_s = options.queue_timeout_s
+                deadline_s = None if limit_s is None else queued_s + limit_s
+                reserving = reservation.reserve(queued_s, deadline_s, sign, wanted)
+                if await _reserve(reserving, sink):
+                    wanted.withdraw()
+                    hosts = tuple(each.host for each in placement.places)
+                    sink(AttemptBegan(plan.attempt, world_size, hosts))
+                    return await supervisor.run(sink, stop)
+            finally:
+                # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
+                # the ranks must go all the same.
+                await asyncio.shield(supervisor.clear(sink))
 
 
 async def _reserve(reserving: Coroutine[Any, Any, bool], sink: Callable[[GangEvent], None]) -> bool:

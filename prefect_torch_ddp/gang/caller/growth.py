@@ -1,6 +1,7 @@
 """Growing: a gang that has fewer ranks than it may have takes in free workers at a checkpoint."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +9,9 @@ from dataclasses import dataclass, field
 from distributed import Client
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
-from prefect_torch_ddp.gang.caller.placement import GangSize, rank_addresses
+from prefect_torch_ddp.gang.caller.placement import GangSize, num_workers_needed, rank_addresses
 from prefect_torch_ddp.gang.caller.plan import GangPlan
+from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.caller.workers import free_workers
 from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
@@ -42,6 +44,7 @@ class Growth:
     num_now: int
     """How many ranks it has."""
     sink: Callable[[GangEvent], None]
+    wanted: WorkersWanted
     why: str = ""
     """Why the ranks were told to stop, once they were."""
     _said: str = ""
@@ -62,8 +65,7 @@ class Growth:
     async def until_due(self) -> None:
         """Wait until the gang has saved and there are workers for more ranks; else for ever."""
         while self._may_grow:
-            await self._has_news.wait()
-            self._has_news.clear()
+            await self._until_saved()
             try:
                 size = await self._attainable()
             except PrefectTorchDdpError as error:
@@ -75,7 +77,32 @@ class Growth:
                 self.sink(LogLine(NO_RANK, logging.INFO, text))
                 return
             await asyncio.sleep(LOOK_EVERY_S)
+        self.wanted.withdraw()
         await asyncio.Event().wait()
+
+    async def _until_saved(self) -> None:
+        """Wait for a checkpoint; have autoscalers start workers, and keep them, meanwhile."""
+        has_news = False
+        while not has_news:
+            await self._ask_for_workers()
+            with contextlib.suppress(TimeoutError):
+                has_news = await asyncio.wait_for(self._has_news.wait(), LOOK_EVERY_S)
+        self._has_news.clear()
+
+    async def _ask_for_workers(self) -> None:
+        # A training that writes no checkpoint can't grow, nor can one that has said why.
+        if self._said:
+            self.wanted.withdraw()
+        elif self._has_saved:
+            await self.wanted.ask(self._num_lacking, {worker.address for worker in self.workers})
+
+    @property
+    def _num_lacking(self) -> int:
+        each = self.size.ranks_per_worker
+        largest = num_workers_needed(self.size.grown or 0, each)
+        return num_workers_needed(self.size.on(len(self.workers), largest), each) - len(
+            self.workers
+        )
 
     @property
     def _may_grow(self) -> bool:

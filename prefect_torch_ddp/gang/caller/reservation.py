@@ -15,12 +15,14 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.agent_client import AgentClient
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
+from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, free_workers
 from prefect_torch_ddp.gang.worker.agent import agent_key, run_agent
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 LOOK_AGAIN_S = 2.0
-"""How often a waiting gang looks whether other workers have become free."""
+"""How often a waiting gang looks whether other workers have become free, and asks autoscalers for
+others if not. A gang that ends leaves its workers to the next one within that time."""
 MAX_HOLDERS = 4
 """How many busy workers a line names."""
 
@@ -49,7 +51,9 @@ class GangReservation:
         self.agents: list[AgentClient] = []
         self._looked_s = time.monotonic()
 
-    async def reserve(self, queued_s: float, deadline_s: float | None, sign: WaitingSign) -> bool:
+    async def reserve(
+        self, queued_s: float, deadline_s: float | None, sign: WaitingSign, wanted: WorkersWanted
+    ) -> bool:
         """Start an agent on every worker and wait until each has its slot.
 
         The times are a monotonic clock's: since when the gang waits for slots, and until when.
@@ -78,7 +82,7 @@ class GangReservation:
                 sign.show(text)
                 if self._must_give_way(missing) or self._lost_extra(missing):
                     return False
-                if await self._has_better_choice(missing, now):
+                if await self._has_better_choice(missing, now, wanted):
                     return False
         finally:
             for poll in polls:
@@ -117,13 +121,18 @@ class GangReservation:
         holders = (agent.report.occupant for agent in missing)
         return self._has_extra and any(each and each.seniority is None for each in holders)
 
-    async def _has_better_choice(self, missing: Sequence[AgentClient], now_s: float) -> bool:
+    async def _has_better_choice(
+        self, missing: Sequence[AgentClient], now_s: float, wanted: WorkersWanted
+    ) -> bool:
         if now_s - self._looked_s < LOOK_AGAIN_S:
             return False
         self._looked_s = now_s
         taken = {agent.worker.address for agent in self.agents}
         free = await free_workers(self._client, self._plan.resources)
-        return sum(worker.address not in taken for worker in free) >= len(missing)
+        num_others = sum(worker.address not in taken for worker in free)
+        if num_others < len(missing):
+            await wanted.ask(len(missing) - num_others)
+        return num_others >= len(missing)
 
     def _missing(self) -> list[AgentClient]:
         return [agent for agent in self.agents if agent.report.state != "reserved"]

@@ -17,6 +17,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.placement import GangSize, is_free
 from prefect_torch_ddp.gang.caller.plan import GangPlan
+from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
@@ -60,10 +61,11 @@ class WaitingSign:
 
 
 async def gather_workers(
-    client: Client, plan: GangPlan, size: GangSize, sign: WaitingSign
+    client: Client, plan: GangPlan, size: GangSize, sign: WaitingSign, wanted: WorkersWanted
 ) -> list[WorkerIdentity]:
     """Wait until the cluster has workers for all ranks, or later for the fewest; return all.
 
+    Autoscalers are asked for those that lack.
     Where ranks are forked, the workers' fork servers start to load torch.
     """
     started = time.monotonic()
@@ -92,6 +94,7 @@ async def gather_workers(
                 "workers_timeout_s"
             )
             raise NotEnoughWorkersError(msg)
+        await wanted.ask(num_enough - num_have)
         found = f"{num_have} of {num_enough} after {waited_s:.0f} s"
         sign.show(f"waiting for {workers}: {found} (limit {timeout_s:g} s)")
         await asyncio.sleep(POLL_S)

@@ -23,7 +23,11 @@ from prefect_torch_ddp import (
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.extended,
+    pytest.mark.usefixtures("prefect_api"),
+]
 
 
 @contextmanager
@@ -186,3 +190,20 @@ def test_a_task_that_holds_what_its_gang_needs_is_refused(tmp_path: Path) -> Non
             return fit.submit().result()
 
         assert main() == 1
+
+
+def test_a_flow_on_a_cluster_that_starts_from_nothing_trains(tmp_path: Path) -> None:
+    """`adapt_kwargs` with a minimum of 0, as on a cloud: the task has the workers started."""
+
+    @ddp_task(world_size=2, storage=str(tmp_path))
+    def fit(ctx: RankContext) -> int:
+        return ctx.world_size
+
+    shape = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0"}
+    scales = {"minimum": 0, "maximum": 2}
+
+    @flow(task_runner=DaskTaskRunner(cluster_kwargs=shape, adapt_kwargs=scales))
+    def main() -> int:
+        return fit.submit().result()
+
+    assert main() == 2

@@ -16,7 +16,7 @@ def test_a_training_without_a_checkpoint_says_once_that_it_could_not_grow(
     """Only where it had room to, and once for all its ranks."""
     said: list[GangEvent] = []
     nobody: Any = None
-    growth = Growth(nobody, nobody, GangSize(2, 2, 1, grown=4), (), num_now, said.append)
+    growth = Growth(nobody, nobody, GangSize(2, 2, 1, grown=4), (), num_now, said.append, nobody)
     if has_saved:
         growth.take(CheckpointCommitted(2, 0, 10))
     growth.take(FunctionEnded(0))
