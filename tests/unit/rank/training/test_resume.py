@@ -1,6 +1,7 @@
 """A training that is taken up again in one of several loops, or with another order; checkpoints
 that are asked for oddly."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,32 @@ def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
         ctx.track(model=nn.Linear(2, 2), count=count)
     assert count.value == 6
+
+
+def drawn_in_an_own_loop(folder: Path, dies_at: int | None = None, *, ahead: bool) -> list[float]:
+    """Draw six batches, with a checkpoint before each iteration; return those that were used."""
+    with RankContext.local(storage=folder, checkpoint=ON_DEMAND) as ctx:
+        used = Tracked([])
+        ctx.track(used=used)
+        batch = torch.rand(()).item() if ahead else math.nan
+        while len(used.value) < 6:
+            ctx.checkpoint(force=True)
+            if len(used.value) == dies_at:
+                raise InterruptedError
+            batch = batch if ahead else torch.rand(()).item()
+            used.value = [*used.value, batch]
+            batch = torch.rand(()).item() if ahead else math.nan
+        return used.value
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["where it is used", "ahead"])
+def test_an_own_loop_resumes_exactly_where_it_draws_what_it_uses(
+    tmp_path: Path, ahead: bool
+) -> None:
+    """A batch that was fetched for the next iteration is in no checkpoint, as docs/data.md says."""
+    whole = drawn_in_an_own_loop(tmp_path / "whole", ahead=ahead)
+    with pytest.raises(InterruptedError):
+        drawn_in_an_own_loop(tmp_path / "killed", dies_at=3, ahead=ahead)
+    resumed = drawn_in_an_own_loop(tmp_path / "killed", ahead=ahead)
+    assert resumed[:3] == whole[:3]
+    assert (resumed == whole) is not ahead
