@@ -84,13 +84,26 @@ def wait_until_said(flow_run_id: UUID, *texts: str) -> None:
     )
 
 
-def task_runs_of(flow_run_id: UUID) -> dict[str, TaskRun]:
-    """Return the flow run's task runs by the task's name."""
-    with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        )
-    return {run.name.rsplit("-", 1)[0]: run for run in runs}
+def task_runs_of(flow_run_id: UUID, *expected: str) -> dict[str, TaskRun]:
+    """Return the flow run's task runs by the task's name.
+
+    Processes tell a Prefect server of task runs by events, which it writes down on its own time,
+    and of flow runs at once. So those that are expected in an ended flow run may come late.
+    """
+
+    def read() -> dict[str, TaskRun]:
+        with get_client(sync_client=True) as client:
+            where = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+            runs = client.read_task_runs(flow_run_filter=where)
+        return {run.name.rsplit("-", 1)[0]: run for run in runs}
+
+    def have_ended() -> bool:
+        runs = read()
+        states = [runs[name].state for name in expected if name in runs]
+        return len(states) == len(expected) and all(state and state.is_final() for state in states)
+
+    wait_until(have_ended, what=f"the end of {', '.join(expected)}")
+    return read()
 
 
 def states_of(task_run: TaskRun) -> list[tuple[str, str]]:

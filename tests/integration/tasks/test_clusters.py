@@ -47,8 +47,9 @@ def check(report: TrainReport, prepared: str = "Completed") -> None:
     flow_run_id = flow_run_id_of(report.flow_run_url)
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(flow_run_id).state_name == "Completed"
-    states = {name: run.state_name for name, run in task_runs_of(flow_run_id).items()}
     rest = dict.fromkeys(("train", "evaluate", "publish"), "Completed")
+    runs = task_runs_of(flow_run_id, "prepare", *rest)
+    states = {name: run.state_name for name, run in runs.items()}
     assert states == {"prepare": prepared, **rest}
     for rank in (0, 1):
         wait_until_said(flow_run_id, f"[rank {rank}] step 1")

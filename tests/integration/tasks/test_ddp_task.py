@@ -299,7 +299,7 @@ def test_a_retry_resumes_and_each_training_has_a_page_of_its_own(
     assert (faulty["attempt"], faulty["made"]) == (2, list(range(start, 13)))
     assert (whole["attempt"], whole["made"]) == (1, list(range(1, 13)))
     assert faulty["weights"] == whole["weights"]
-    runs = task_runs_of(run_id(flow_run_id))
+    runs = task_runs_of(run_id(flow_run_id), "faulty")
     names = [name for name, _ in states_of(runs["faulty"]) if name not in ("Pending", "Running")]
     assert names in (["AwaitingRetry", "Retrying", "Completed"], ["Retrying", "Completed"])
     cause = "rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told to fail"

@@ -71,7 +71,7 @@ def test_everything_of_a_run_is_in_the_bucket(
 
     for report, prepared in ((first, "Completed"), (second, "Cached")):
         flow_run_id = flow_run_id_of(report.flow_run_url)
-        assert task_runs_of(flow_run_id)["prepare"].state_name == prepared
+        assert task_runs_of(flow_run_id, "prepare")["prepare"].state_name == prepared
         recorded = all_that_was_recorded(flow_run_id)
         lines = by_rank(line.message for line in logs_of(flow_run_id))
         assert "[rank 1] step 1" in lines

@@ -70,8 +70,9 @@ def check_that_nothing_was_prepared_and_the_weights_are_the_same(
 ) -> None:
     """The second run's prepare is Cached; split and weights are the same by the
     seed. A card is beside the weights."""
-    assert task_runs_of(flow_run_id_of(first.flow_run_url))["prepare"].state_name == "Completed"
-    assert task_runs_of(flow_run_id_of(second.flow_run_url))["prepare"].state_name == "Cached"
+    for report, state in ((first, "Completed"), (second, "Cached")):
+        runs = task_runs_of(flow_run_id_of(report.flow_run_url), "prepare")
+        assert runs["prepare"].state_name == state
     assert first.dataset == second.dataset
     models = [Path(str(run.model_uri)) for run in (first, second)]
     digests = [hashlib.sha256(model.read_bytes()).hexdigest() for model in models]
