@@ -16,14 +16,15 @@ import torch
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name, shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import check_loadable, digest_of
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
     check_reports,
     refuse_unshared,
     wait_for_report,
 )
-from prefect_torch_ddp.checkpoint.replicas import (
+from prefect_torch_ddp.checkpoint.state.objects import check_loadable, digest_of
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.checkpoint.state.replicas import (
     NOTHING,
     Comparison,
     Replicas,
@@ -33,15 +34,14 @@ from prefect_torch_ddp.checkpoint.replicas import (
     optimized,
     sketch,
 )
-from prefect_torch_ddp.checkpoint.serial import (
+from prefect_torch_ddp.checkpoint.state.serial import (
     Serializer,
     Staging,
     capture_generators,
     has_buffers,
     state_of,
 )
-from prefect_torch_ddp.checkpoint.shards import OwnState
-from prefect_torch_ddp.checkpoint.whole import refuse_sharded, state_alone
+from prefect_torch_ddp.checkpoint.state.whole import refuse_sharded, state_alone
 from prefect_torch_ddp.errors import (
     CheckpointError,
     InvalidParamsError,
@@ -89,13 +89,15 @@ class Checkpointer:
     is no barrier: each rank reports to rank 0 what it wrote, and rank 0 commits.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a training's rank, its storage, and who is told
         self,
         rank: int,
         rank_store: KeyValueStore,
         committer: Committer,
         before_commit: Callable[[], None],
         on_cost: Callable[[SaveCost | None], None] = lambda _: None,
+        *,
+        resumes: bool = False,
     ) -> None:
         """Make one.
 
@@ -106,6 +108,8 @@ class Checkpointer:
             before_commit: writes what a run resumed from the checkpoint must not have lost.
             on_cost: on rank 0, takes in what each checkpoint cost, None for one that failed; a
                 thread calls it.
+            resumes: whether the training continues from a checkpoint, so that its first one isn't
+                its own.
         """
         self._rank = rank
         self._rank_store = rank_store
@@ -113,6 +117,7 @@ class Checkpointer:
         self._storage = committer.storage
         self._before_commit = before_commit
         self._on_cost = on_cost
+        self._resumes = resumes
         self._staging = Staging()
         self._serializer = Serializer()
         self._comparison = Comparison()
@@ -124,8 +129,6 @@ class Checkpointer:
         self._began_s = 0.0
         self._unsaid = ""  # the newest checkpoint, where only the log's details show it
         self._written: dict[str, str] = {}  # the digest of each object that this rank wrote last
-        self.resumes = False
-        """Whether the training continues from a checkpoint, so that its first one isn't its own."""
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
 
@@ -311,7 +314,7 @@ class Checkpointer:
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
             if sketched is not None:
-                is_first = not self.resumes and self._committer.last is None
+                is_first = not self._resumes and self._committer.last is None
                 found = [report["replicas"] for report in reports]
                 self._comparison.check(sketched, found, is_first=is_first)
             if manifest.world_size > 1 and self._committer.last is None:

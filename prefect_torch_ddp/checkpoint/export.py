@@ -16,8 +16,8 @@ from safetensors.torch import save
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.objects import read_object
-from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain, to_bytes
+from prefect_torch_ddp.checkpoint.state.objects import read_object
+from prefect_torch_ddp.checkpoint.state.serial import from_bytes, is_plain, to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.formats import CARD, location
 from prefect_torch_ddp.storage.protocol import Storage

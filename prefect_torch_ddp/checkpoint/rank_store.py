@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.shards import uncovered
+from prefect_torch_ddp.checkpoint.state.own_state import uncovered
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 

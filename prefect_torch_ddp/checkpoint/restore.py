@@ -21,11 +21,11 @@ from prefect_torch_ddp.checkpoint.manifest import (
     live_manifests,
     read_manifest,
 )
-from prefect_torch_ddp.checkpoint.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import load_state, restore_generators
-from prefect_torch_ddp.checkpoint.shards import OwnState, find_own
+from prefect_torch_ddp.checkpoint.state.objects import read_state, read_states
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own
+from prefect_torch_ddp.checkpoint.state.serial import load_state, restore_generators
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
 

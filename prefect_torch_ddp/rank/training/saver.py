@@ -10,8 +10,8 @@ from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
-from prefect_torch_ddp.checkpoint.replicas import Replicas
 from prefect_torch_ddp.checkpoint.restore import Restorer
+from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
@@ -73,8 +73,8 @@ class Saver:
         """Save from now on: the training has restored its first object."""
         self._store, self._restorer = store, restorer
         writes = self._committer, self._reporter.flush, self._clock.note
-        self._checkpointer = Checkpointer(self._info.rank, store, *writes)
-        self._checkpointer.resumes = restorer.manifest is not None
+        resumes = restorer.manifest is not None
+        self._checkpointer = Checkpointer(self._info.rank, store, *writes, resumes=resumes)
 
     @property
     def is_open(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefect_torch_ddp.checkpoint.serial import group_sizes
+from prefect_torch_ddp.checkpoint.state.serial import group_sizes
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import Stage
 

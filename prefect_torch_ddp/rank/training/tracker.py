@@ -7,8 +7,8 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.shards import OwnState
-from prefect_torch_ddp.checkpoint.whole import refuse_partial
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank

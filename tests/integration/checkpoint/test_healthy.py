@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-GUARDS = ("prefect_torch_ddp.checkpoint.replicas", "prefect_torch_ddp.checkpoint.checkpointer")
+GUARDS = (
+    "prefect_torch_ddp.checkpoint.state.replicas",
+    "prefect_torch_ddp.checkpoint.checkpointer",
+)
 
 
 class Training:

@@ -20,11 +20,11 @@ from prefect_torch_ddp.checkpoint.keys import (
     object_key,
 )
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
-from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
 from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import to_bytes
+from prefect_torch_ddp.checkpoint.state.objects import digest_of, read_states
+from prefect_torch_ddp.checkpoint.state.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
-from prefect_torch_ddp.checkpoint.whole import refuse_partial, refuse_sharded
+from prefect_torch_ddp.checkpoint.state.whole import refuse_partial, refuse_sharded
 from tests.support.ranks import config_for, run_ranks, train_on
 
 pytestmark = pytest.mark.timeout(120)

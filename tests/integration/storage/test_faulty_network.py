@@ -13,7 +13,7 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import read_result
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.checkpoint.objects import read_states
+from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig

@@ -22,7 +22,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.manifest import read_manifest
-from prefect_torch_ddp.checkpoint.objects import read_states
+from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.records import assert_adds_up, read_records
 from tests.support.runs import (

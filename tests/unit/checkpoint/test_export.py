@@ -18,8 +18,8 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.export import export_models, weights_file
 from prefect_torch_ddp.checkpoint.keys import object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import digest_of
-from prefect_torch_ddp.checkpoint.serial import from_bytes, to_bytes
+from prefect_torch_ddp.checkpoint.state.objects import digest_of
+from prefect_torch_ddp.checkpoint.state.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.formats import CARD

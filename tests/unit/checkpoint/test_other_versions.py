@@ -30,8 +30,8 @@ from prefect_torch_ddp.checkpoint.manifest import (
     list_manifests,
     read_manifest,
 )
-from prefect_torch_ddp.checkpoint.objects import digest_of
 from prefect_torch_ddp.checkpoint.restore import find_resumable
+from prefect_torch_ddp.checkpoint.state.objects import digest_of
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import FailureRecord

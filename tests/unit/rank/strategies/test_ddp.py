@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from prefect_torch_ddp.checkpoint.serial import load_state, state_of
+from prefect_torch_ddp.checkpoint.state.serial import load_state, state_of
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.strategies.ddp import ShareWeights

@@ -9,7 +9,7 @@ from torch import nn
 
 from prefect_torch_ddp import RankContext, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.checkpoint.objects import read_states
+from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage

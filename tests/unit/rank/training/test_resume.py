@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.checkpoint.objects import read_states
+from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.tracked import Tracked, steps_over

@@ -11,17 +11,17 @@ import pytest
 import torch
 from blake3 import blake3
 
-from prefect_torch_ddp.checkpoint import objects
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import (
+from prefect_torch_ddp.checkpoint.restore import Restorer
+from prefect_torch_ddp.checkpoint.state import objects
+from prefect_torch_ddp.checkpoint.state.objects import (
     NUM_THREADS,
     PIECE_BYTES,
     digest_of,
     is_local,
     read_states,
 )
-from prefect_torch_ddp.checkpoint.restore import Restorer
-from prefect_torch_ddp.checkpoint.serial import to_bytes
+from prefect_torch_ddp.checkpoint.state.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage

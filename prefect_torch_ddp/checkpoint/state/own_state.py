@@ -9,7 +9,7 @@ from typing import Any
 
 from prefect_torch_ddp.checkpoint.keys import shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.serial import load_state, state_of
+from prefect_torch_ddp.checkpoint.state.serial import load_state, state_of
 from prefect_torch_ddp.errors import CheckpointError
 
 

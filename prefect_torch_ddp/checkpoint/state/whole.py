@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefect_torch_ddp.checkpoint.serial import state_of
+from prefect_torch_ddp.checkpoint.state.serial import state_of
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _COLLECTIVE = {

@@ -20,9 +20,9 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from prefect_torch_ddp.checkpoint.serial import NUMPYS, PYTHONS, is_plain
-from prefect_torch_ddp.checkpoint.shards import OwnState
-from prefect_torch_ddp.checkpoint.whole import state_alone
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.checkpoint.state.serial import NUMPYS, PYTHONS, is_plain
+from prefect_torch_ddp.checkpoint.state.whole import state_alone
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 
 logger = logging.getLogger(__name__)

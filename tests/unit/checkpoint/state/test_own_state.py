@@ -4,7 +4,7 @@ import pytest
 
 from prefect_torch_ddp.checkpoint.keys import shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.shards import OwnState, find_own, uncovered
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, uncovered
 from prefect_torch_ddp.errors import CheckpointError
 from tests.support.tracked import Tracked
 

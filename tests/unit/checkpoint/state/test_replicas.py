@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from prefect_torch_ddp.checkpoint import replicas
-from prefect_torch_ddp.checkpoint.replicas import Comparison, Replicas, sketch
-from prefect_torch_ddp.checkpoint.shards import OwnState
+from prefect_torch_ddp.checkpoint.state import replicas
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.checkpoint.state.replicas import Comparison, Replicas, sketch
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 from tests.support.tracked import Tracked
 

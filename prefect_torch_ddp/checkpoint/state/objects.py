@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.serial import (
+from prefect_torch_ddp.checkpoint.state.serial import (
     NUMPYS,
     PYTHONS,
     from_bytes,

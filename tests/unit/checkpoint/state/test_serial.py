@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from prefect_torch_ddp.checkpoint import objects
-from prefect_torch_ddp.checkpoint.objects import check_loadable
-from prefect_torch_ddp.checkpoint.serial import (
+from prefect_torch_ddp.checkpoint.state import objects
+from prefect_torch_ddp.checkpoint.state.objects import check_loadable
+from prefect_torch_ddp.checkpoint.state.serial import (
     Serializer,
     Staging,
     capture_generators,
