@@ -89,7 +89,8 @@ class HangWatch:
     def suspects_vain_wait(self) -> bool:
         """Whether to look at the ranks that still run, of which none makes progress.
 
-        That is a while after another one's end, or after the limit.
+        That is a while after another one's end, or after the limit. Stacks prove nothing where a
+        GPU may be at work while all threads wait.
         """
         long_ago_s = time.monotonic() - EARLY_RETURN_S
         has_ended = any(at_s < long_ago_s for at_s in self._ended_s.values())
@@ -99,6 +100,7 @@ class HangWatch:
             limit_s is not None
             and bool(running)
             and all(each.silent_s > limit_s for each in running)
+            and not any(each.heartbeat.uses_gpu for each in running)
         )
 
     def begin_look(self) -> None:
@@ -115,8 +117,6 @@ class HangWatch:
     def judge_vain_wait(self) -> None:
         """Compare two looks, and note the wait that they prove."""
         running = [each.rank for each in self._running()]
-        if any(each.heartbeat.uses_gpu for each in self._running()):
-            return  # a GPU may be at work while all threads wait
         if not (self.suspects_vain_wait and wait_in_vain(running, self._before, self._stacks)):
             return
         if self._ended_s:

@@ -1,16 +1,21 @@
 """The hang rule and its message: pure functions of what the agents saw."""
 
+import dataclasses
 import pickle
 from typing import Any
 
 import pytest
 
 from prefect_torch_ddp import GangHungError
+from prefect_torch_ddp.gang.caller.placement import Placement
+from prefect_torch_ddp.gang.caller.verdict import hang
+from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
 from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
 from prefect_torch_ddp.gang.caller.verdict.stall import excuse_for, find_stall, missing_by
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
+from prefect_torch_ddp.protocol.rank import GangShape, RankPlace
 
 LIMIT_S = 10.0
 HOSTS = {0: "a", 1: "b", 2: "c"}
@@ -172,6 +177,44 @@ def test_a_traced_rank_is_in_a_debugger() -> None:
     assert excuse_for(stall, held, LIMIT_S) == "rank 1 is in a debugger"
 
 
+def watch_of_two() -> HangWatch:
+    """Watch ranks 0 and 1 with the limit."""
+    places = tuple(RankPlace(number, 0, number, f"tcp://{number}", "a") for number in range(2))
+    return HangWatch(LIMIT_S, Placement(places, GangShape(2, 2, (1, 1))), from_start=False)
+
+
+@pytest.mark.parametrize("uses_gpu", [False, True], ids=["on CPUs", "one on a GPU"])
+def test_stacks_prove_nothing_of_a_rank_on_a_gpu(uses_gpu: bool) -> None:
+    """Its threads may all wait while the GPU is at work."""
+    watch = watch_of_two()
+    on_gpu = dataclasses.replace(rank(0), heartbeat=Heartbeat(phase=Phase.SETUP, uses_gpu=uses_gpu))
+    watch.take([on_gpu, rank(1)], [].append)
+    assert watch.suspects_vain_wait is not uses_gpu
+
+
+def test_an_excuse_holds_for_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the gang is looked at again: its person may have left the debugger, and it hangs now."""
+    now_s = 1000.0
+    monkeypatch.setattr(hang.time, "monotonic", lambda: now_s)
+    watch = watch_of_two()
+
+    def hear() -> bool:
+        return watch.take([rank(0), rank(1)], [].append)
+
+    assert [hear(), hear()] == [False, True], "seen twice"
+    watch.add_stack(RankStack(1, "", is_traced=True))
+    assert watch.excuse() == "no progress, but rank 1 is in a debugger: the gang is left alone"
+    assert not hear()
+    now_s += LIMIT_S
+    assert hear(), "the limit has passed"
+    assert watch.excuse() == "", "it is said once"
+    now_s += LIMIT_S
+    assert hear()
+    watch.add_stack(RankStack(1, STACK_OF_MISSING))
+    assert watch.excuse() == ""
+    assert watch.has_found
+
+
 def test_the_text_says_who_waits_for_whom() -> None:
     """With stacks or without: a rank that can't answer is named all the same. If all wait in a
     collective, the way out is named."""
@@ -197,14 +240,14 @@ def test_the_error_says_where() -> None:
     stall = find_stall((rank(0, seq=2), rank(1, seq=1), rank(2, seq=2)), LIMIT_S, from_start=False)
     assert stall is not None
     stacks = {0: STACK_OF_WAITING, 1: STACK_OF_MISSING, 2: STACK_OF_WAITING}
-    hang = describe(missing_by(stall, stacks), HOSTS, stacks)
-    assert hang.summary == (
+    found = describe(missing_by(stall, stacks), HOSTS, stacks)
+    assert found.summary == (
         "rank 1 on b did not arrive: for 11 s it has been in step 5 at train.py:34 in forward, "
         "while ranks 0, 2 are waiting in a collective of step 5"
     )
-    error = pickle.loads(pickle.dumps(GangHungError(hang, attempt=3)))
+    error = pickle.loads(pickle.dumps(GangHungError(found, attempt=3)))
     assert (error.ranks, error.hosts, error.attempt, error.hang.step) == ((1,), ("b",), 3, 5)
     assert error.stacks[0] == STACK_OF_WAITING
-    assert str(error).startswith(f"the gang hung in attempt 3: {hang.summary}\n")
+    assert str(error).startswith(f"the gang hung in attempt 3: {found.summary}\n")
     assert 'File "/home/me/train.py", line 34 in forward' in str(error)
     assert "threading.py" not in str(error)
