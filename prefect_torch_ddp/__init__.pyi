@@ -33,6 +33,7 @@ from prefect_torch_ddp.params import ClusterParams as ClusterParams
 from prefect_torch_ddp.params import Params as Params
 from prefect_torch_ddp.params import TrainParams as TrainParams
 from prefect_torch_ddp.rank.context import RankContext as RankContext
+from prefect_torch_ddp.rank.context import current_context as current_context
 from prefect_torch_ddp.rank.evaluation.classification import (
     ClassificationMeter as ClassificationMeter,
 )
@@ -49,6 +50,7 @@ from prefect_torch_ddp.storage.locate import storage_from_uri as storage_from_ur
 from prefect_torch_ddp.storage.protocol import Readable as Readable
 from prefect_torch_ddp.storage.protocol import Storage as Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage as S3Storage
+from prefect_torch_ddp.tasks.ddp_script import ddp_script as ddp_script
 from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task
 from prefect_torch_ddp.tasks.gangs.training import gang_report as gang_report
 from prefect_torch_ddp.tracking.runs import compare_runs as compare_runs

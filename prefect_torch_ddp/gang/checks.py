@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import Params
+from prefect_torch_ddp.protocol.rank import is_script
 
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -71,9 +72,12 @@ def check_function(fn: object) -> None:
 
 def check_call(fn: object, args: object, kwargs: object) -> None:
     """Refuse a function or arguments that can't be called."""
-    is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn))
+    is_named = isinstance(fn, str) and (is_script(fn) or IMPORT_STRING.fullmatch(fn))
     if not callable(fn) and not is_named:
-        hint = "give a callable, 'package.module:function', or the path of a .py script"
+        hint = (
+            "give a callable, 'package.module:function', the path of a .py script, or "
+            "'-m package.module'"
+        )
         msg = f"fn is {fn!r}; {hint}"
         raise InvalidParamsError(msg)
     check_function(fn)

@@ -40,7 +40,7 @@ from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
-from prefect_torch_ddp.protocol.rank import ProcessGroupMode
+from prefect_torch_ddp.protocol.rank import ProcessGroupMode, is_script
 
 
 def run_gang(  # noqa: PLR0913 - level 1 is one call
@@ -50,7 +50,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     kwargs: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     *,
-    process_group: ProcessGroupMode = "default",
+    process_group: ProcessGroupMode | None = None,
     world_size_divides: int | None = None,
     name: str | None = None,
     attempt: int = 1,
@@ -62,12 +62,14 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     Args:
         client: a synchronous Dask client. A Dask task that calls this leaves its worker's thread.
-        fn: any callable, `"package.module:function"`, or the path of a script (`args` is its argv).
+        fn: any callable, `"package.module:function"`, or a script that was written for torchrun:
+            its path, or `"-m package.module"`; `args` is its argv.
         args: positional arguments, or a function that returns them for the number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
         world_size: number of ranks; None takes all workers.
         process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from
-            the environment, as under torchrun; "none": there is none.
+            the environment, as under torchrun; "none": there is none. None: "user" for a script,
+            else "default".
         world_size_divides: a number that the number of ranks divides in every attempt.
         name: shown to gangs that wait for this one.
         attempt: number of the first attempt; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
@@ -89,7 +91,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     check_client(client)
     call = fn if isinstance(fn, Call) else Call(fn)
     check_call(call.fn, () if callable(args) else args, kwargs)
-    own = {"process_group": process_group, "world_size_divides": world_size_divides}
+    mode = process_group or ("user" if is_script(call.fn) else "default")
+    own = {"process_group": mode, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
     log = attempt_log or CallAttemptLog(attempt)
     plan = _plan(call, name or call.name, given, log)

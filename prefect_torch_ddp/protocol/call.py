@@ -10,7 +10,7 @@ class Call:
     """A function with its arguments, as every rank of a gang calls it."""
 
     fn: Callable[..., Any] | str
-    """Any callable, `"package.module:function"`, or the path of a script (`args` is its argv)."""
+    """Any callable, `"package.module:function"`, or a script, for which see `is_script`."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     takes_context: bool = False

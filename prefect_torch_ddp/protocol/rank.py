@@ -14,6 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Literal, Self
 
+MODULE_FLAG = "-m "
+"""What stands before the name of a module that is run as a script."""
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
 Launcher = Literal["auto", "exec"]
@@ -178,6 +180,11 @@ class RankFiles:
         """Return all there are."""
         streams = (*self.own(), self.stdout, self.stderr)
         return streams if self.store is None else (*streams, self.store)
+
+
+def is_script(fn: object) -> bool:
+    """Whether ranks run a file (`train.py`) or a module (`-m package.module`) as torchrun does."""
+    return isinstance(fn, str) and (fn.endswith(".py") or fn.startswith(MODULE_FLAG))
 
 
 class RankOrder(Enum):

@@ -420,8 +420,21 @@ class RankContext:
 
     def __enter__(self) -> Self:
         """Use it in a `with`."""
+        _entered.append(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it."""
+        _entered.remove(self)
         self._parts.close(failed=error is not None, error=error)
+
+
+_entered: list[RankContext] = []
+
+
+def current_context() -> RankContext | None:
+    """Return the RankContext of the code that asks, or None if there is none.
+
+    For code that isn't given one, such as a script that runs as a `ddp_script` and under torchrun.
+    """
+    return _entered[-1] if _entered else None

@@ -25,6 +25,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
+from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.gangs.training import training_gang
@@ -52,6 +53,7 @@ class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
 
     world_size: int | None
     run_key: str | None
+    process_group: ProcessGroupMode
 
 
 class TaskParams(ContextParams):
@@ -65,6 +67,28 @@ class TaskParams(ContextParams):
     kept. In another process equal arguments may count as different if they are pickled by value,
     such as functions and classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
+    process_group: ProcessGroupMode = "default"
+    """default: initialised before the function runs; user: the function, or a library that it uses,
+    initialises it from the environment, as under torchrun; none: there is none. `ctx.wrap` and, on
+    several ranks, `ctx.track` need one."""
+
+
+@dataclass(frozen=True)
+class TaskCode:
+    """What code a task's ranks run, for the run's record and for comparisons."""
+
+    module: str
+    """Where it is from, under the name that the module has when it is imported."""
+    workload: str
+    source: Path | None
+    """The file that is kept with the run, if it is one."""
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> Self:
+        """Describe a function."""
+        source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
+        named = f"{fn.__module__}:{fn.__qualname__}"
+        return cls(_module_of(fn), named, source if source.is_file() else None)
 
 
 @overload
@@ -92,8 +116,8 @@ def ddp_task(
         fn: the function, when the decorator is written without parentheses.
         **options: Prefect's own task options (retries, retry_delay_seconds, tags,
             timeout_seconds, ...) and ours, which TaskParams and its bases explain: world_size,
-            run_key, storage, seed, options, checkpoint, resume_from, determinism, virtual_ranks,
-            ledger, and the options of `run_gang`.
+            run_key, process_group, storage, seed, options, checkpoint, resume_from, determinism,
+            virtual_ranks, ledger, and the options of `run_gang`.
 
     Raises:
         InvalidParamsError: an option is unknown or can't be so.
@@ -112,7 +136,7 @@ def ddp_task(
         # that cached results depend on.
         run.__signature__ = _signature_without_context(fn)  # type: ignore[attr-defined]
         task: GangTask[P, R] = GangTask(run, **{"retry_condition_fn": is_worth_a_retry, **prefects})
-        task.module = _module_of(fn)
+        task.code = TaskCode.of(fn)
         return task.with_params(params)
 
     ours, prefects = _parted(options)
@@ -168,14 +192,13 @@ class GangTask(Task[P, R]):
     """
 
     params = TaskParams()
-    module = ""
-    """Where its function is from, under the name that the module has when it is imported."""
+    code = TaskCode("", "", None)
 
     @property
     def experiment(self) -> str:
         """What the runs of this task in this flow, or deployment, have in common."""
         key = self.params.run_key
-        return experiment_of(self.module, self.name if key is None else f"{self.name}:{key}")
+        return experiment_of(self.code.module, self.name if key is None else f"{self.name}:{key}")
 
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters, which make another training of a call for Prefect's cache too."""
@@ -226,7 +249,7 @@ class GangTask(Task[P, R]):
         given = {name: getattr(self.params, name) for name in self.params.model_fields_set}
         made = type(self).__new__(type(self))
         made.__dict__.update(super().with_options(**prefects).__dict__)
-        made.module = self.module
+        made.code = self.code
         return made.with_params(checked(TaskParams, {**given, **ours}))
 
 
@@ -280,18 +303,18 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         run_id,
         experiment,
         storage,
-        workload=f"{fn.__module__}:{fn.__qualname__}",
+        workload=task.code.workload,
         arguments=plain_values(arguments),
         weights_from=weights_from(resume_from),
     )
-    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
-    recorder = RunRecorder(storage, draft, source if source.is_file() else None)
+    recorder = RunRecorder(storage, draft, task.code.source)
     with training_gang(
         params,
         recorder,
         storage,
         name=run_id,
         is_workload=False,
+        process_group=params.process_group,
         fn=RUN_TASK,
         args=lambda attempt: (
             rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import parse_python
-from prefect_torch_ddp.protocol.rank import SAFE_LIBRARIES, Preload, is_installed
+from prefect_torch_ddp.protocol.rank import MODULE_FLAG, SAFE_LIBRARIES, Preload, is_installed
 
 
 def preload_of(code: Callable[..., Any] | str, named: Sequence[str] | None = None) -> Preload:
@@ -71,7 +71,10 @@ def _sources(code: Callable[..., Any] | str) -> list[Path]:
     """Return the files that run when ranks import it: of its packages, then of its module."""
     if isinstance(code, str) and code.endswith(".py"):
         return [Path(code)]
-    module = code.partition(":")[0] if isinstance(code, str) else getattr(code, "__module__", None)
+    if isinstance(code, str):
+        module: str | None = code.removeprefix(MODULE_FLAG).strip().partition(":")[0]
+    else:
+        module = getattr(code, "__module__", None)
     if module is None or module == "__main__":
         main = getattr(sys.modules["__main__"], "__file__", None)
         return [Path(main)] if main else []

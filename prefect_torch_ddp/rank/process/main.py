@@ -4,7 +4,6 @@ import ctypes
 import multiprocessing.process
 import os
 import pickle
-import runpy
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ from typing import Any
 
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
+from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch, is_script
 from prefect_torch_ddp.rank.link import AgentLink, set_link
 from prefect_torch_ddp.rank.process.ending import finish, flush_files, join_threads
 from prefect_torch_ddp.rank.process.failure import describe, pickle_value
-from prefect_torch_ddp.rank.process.logs import leave_root_to_script, show_output
+from prefect_torch_ddp.rank.process.logs import show_output
+from prefect_torch_ddp.rank.process.script import run_script
 from prefect_torch_ddp.rank.user_code import default_to_fork, resolve
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
@@ -94,21 +94,9 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
 def _run_call(call: Call) -> Any:
     if not isinstance(call.fn, str):
         return call.fn(*call.args, **call.kwargs)
-    if call.fn.endswith(".py"):
-        return _run_script(call.fn, call.args)
+    if is_script(call.fn):
+        return run_script(call.fn, call.args)
     return resolve(call.fn)(*call.args, **call.kwargs)
-
-
-def _run_script(path: str, args: Sequence[Any]) -> None:
-    """Run a script as torchrun does; exit code 0 is success."""
-    sys.argv = [path, *map(str, args)]
-    sys.path.insert(0, str(Path(path).parent))
-    leave_root_to_script()
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
 
 
 def name_process(name: str) -> None:

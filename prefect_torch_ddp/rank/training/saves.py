@@ -1,4 +1,4 @@
-"""When a checkpoint is due: one decision, which everybody who saves asks, and its interval.
+"""When a checkpoint is due: one decision, which every save in a loop asks, and its interval.
 
 Both are pure: `due` decides for one moment, `next_interval_s` how often time alone makes one due.
 """

@@ -111,7 +111,7 @@ class TrainingProgress:
             return self.waiting
         if self.newest is None:
             waits = self.status == "training"
-            return "no step yet" if waits else f"{self.status} before the first step"
+            return "no step yet" if waits else f"{self.status}, no step was reported"
         newest = self.newest
         total_steps, total_epochs = self._totals
         epochs = f"/{count(total_epochs)}" if total_epochs else ""

@@ -92,7 +92,7 @@ def test_the_page_of_a_failed_training_says_why():
     assert cause.startswith(block.removesuffix(" ..."))
     assert 1_000 < len(block) < 3_000
     without_a_step = page_of(training(status="failed"), record).splitlines()[0]
-    assert without_a_step == "# digits: failed · failed before the first step"
+    assert without_a_step == "# digits: failed · failed, no step was reported"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_page_of_a_failed_training_says_why():
         (training((5, 0.0), total=None, metrics={}), "epoch 1 · step 5"),
         (training(), "no step yet"),
         (training((5, 0.0), waiting="waiting for workers: 3 of 8"), "waiting for workers: 3 of 8"),
-        (training(status="cancelled"), "cancelled before the first step"),
+        (training(status="cancelled"), "cancelled, no step was reported"),
     ],
 )
 def test_the_progress_line_is_plain_and_says_how_it_ended(shown: TrainingProgress, line: str):

@@ -1,0 +1,94 @@
+"""Scripts for torchrun as Prefect tasks: the same bits, and a kill costs what they can resume."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import InvalidParamsError, ddp_script, list_runs, read_metrics, run_gang
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.workloads import torchrun_script
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+
+SCRIPT = Path(torchrun_script.__file__)
+MODULE = f"-m {torchrun_script.__name__}"
+
+
+@pytest.fixture(scope="module")
+def of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Return the weights of the undisturbed script under torchrun."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", SCRIPT, folder]
+    subprocess.run([*command, "--lr", "0.3"], check=True, timeout=120, capture_output=True)
+    return final(folder)
+
+
+def final(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run has left."""
+    found: dict[str, torch.Tensor] = torch.load(folder / "final.pt", weights_only=True)
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare two models to the last bit."""
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("script", [str(SCRIPT), MODULE], ids=["a file", "a module"])
+@pytest.mark.parametrize("again", [{"max_restarts": 1}, {"retries": 1}], ids=["restart", "retry"])
+def test_a_killed_script_goes_on_from_its_own_checkpoint(
+    tmp_path: Path,
+    dask_cluster: LocalCluster,
+    of_torchrun: dict[str, torch.Tensor],
+    script: str,
+    again: dict[str, int],
+) -> None:
+    """It gets `resume_args` in the next attempt, and ends with torchrun's bits."""
+    storage = str(tmp_path / "storage")
+    train = ddp_script(
+        script,
+        [tmp_path, "--lr", 0.3],
+        resume_args=["--resume"],
+        world_size=2,
+        storage=storage,
+        **again,
+    )
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def nightly() -> None:
+        assert train.submit("--die-at", 5).result() is None
+
+    nightly()
+    assert_same(final(tmp_path), of_torchrun)
+    runs = list_runs(DirectoryStorage(Path(storage)))
+    assert runs["state"].tolist() == ["completed"]
+    assert runs["attempts"].tolist() == [2]
+    metrics = read_metrics(DirectoryStorage(Path(storage)), runs["run_id"][0])
+    assert metrics["loss"].notna().any(), "the script reports by current_context()"
+
+
+def test_a_script_needs_no_word_on_its_process_group(
+    tmp_path: Path, dask_client: Client, of_torchrun: dict[str, torch.Tensor]
+) -> None:
+    """`run_gang` leaves it to a script, and to a module that runs as one."""
+    run_gang(dask_client, MODULE, args=[tmp_path, "--lr", 0.3], world_size=2)
+    assert_same(final(tmp_path), of_torchrun)
+
+
+def test_what_is_no_script_is_refused_before_work_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kind of file at once; a file that isn't there when the task is called."""
+    with pytest.raises(InvalidParamsError, match=r"script is 'train.sh'; give the path of a .py"):
+        ddp_script("train.sh")
+    monkeypatch.chdir(tmp_path)
+    missing = ddp_script("train.py", world_size=2)
+    with pytest.raises(InvalidParamsError, match=rf"there is no script {tmp_path}/train.py: give"):
+        flow(missing.submit)()
