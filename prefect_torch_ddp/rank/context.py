@@ -27,10 +27,9 @@ logger = logging.getLogger(__name__)
 class RankContext:
     """The context of a rank: its place in the gang, and what a training needs beyond PyTorch.
 
-    Every method is optional. What is to be equal on all ranks is said by each: the models and
-    objects by name, the loader's and the loop's arguments, and the steps in which a checkpoint is
-    requested. Metrics, files and a request to stop may come from any of them. A training is plain
-    PyTorch:
+    Every method is optional. Every rank must pass the same models and objects under the same names,
+    give the loader and the loop the same arguments, and request checkpoints in the same steps.
+    Metrics, files and a request to stop may come from any rank. A training is plain PyTorch:
 
         model = ctx.wrap(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

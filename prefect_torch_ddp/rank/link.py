@@ -150,10 +150,13 @@ class AgentLink(Link):
             self._write_outcome(pickle.dumps(failure))
             self.send(FailureWritten(NO_RANK))
 
-    def _write_outcome(self, data: bytes) -> None:
+    def end_if_forked(self) -> None:
+        """End a child that user code forked and that came out of the function: it is no rank."""
         if os.getpid() != self._pid:
-            # A child that user code forked came back out of the function: not our outcome.
             os._exit(0)
+
+    def _write_outcome(self, data: bytes) -> None:
+        self.end_if_forked()
         self._outcome.seek(0)
         self._outcome.truncate()
         self._outcome.write(data)

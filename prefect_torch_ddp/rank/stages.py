@@ -38,7 +38,7 @@ def run_with_context(
 
 
 def run_task(*call: Any) -> Any:
-    """Call a `ddp_task`'s function as `run_with_context` does; return rank 0's value alone.
+    """Call a `ddp_task`'s function as `run_with_context` does; return only rank 0's value.
 
     Another rank's would be of no use, and could only fail on its way.
     """

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.protocol.heartbeat import PHASE, Phase
+from prefect_torch_ddp.rank.link import current_link
 from tests.support.waiting import wait_until
 from tests.workloads.hanging import work
 
@@ -76,6 +78,15 @@ def _wait_at_breakpoint(seconds: float) -> None:
         pdb.Pdb(stdin=typed, stdout=shown).set_trace()
         person.join()
     os.close(writes)
+
+
+def forks_a_child_that_returns() -> str:
+    """Return what the parent is at by its own heartbeat, once the child has left this function."""
+    child = os.fork()
+    if child == 0:
+        return "child"
+    os.waitpid(child, 0)
+    return Phase(current_link().heartbeat._words[PHASE]).name
 
 
 def held_by_a_tracer(ctx: RankContext, folder: str) -> int:

@@ -197,9 +197,11 @@ class Supervisor:
 
     async def _look_for_vain_waits(self) -> None:
         """Look at the ranks that another one's end has left behind, less and less often."""
-        pause_s = PROOF_S
+        pause_s, num_ended = PROOF_S, 0
         while True:
             await asyncio.sleep(PROOF_S)
+            if not self._hang.suspects_vain_wait or len(self._ended) != num_ended:
+                pause_s, num_ended = PROOF_S, len(self._ended)
             if not self._hang.suspects_vain_wait or self._hang.has_found:
                 continue
             async with self._looking:
@@ -209,7 +211,6 @@ class Supervisor:
                     await self._gather_stacks("look")
                     self._hang.judge_vain_wait()
                     self._changed.set()
-                    continue  # a collective may take a moment: the next look is soon
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             await asyncio.sleep(pause_s)
 

@@ -97,6 +97,12 @@ class Idleness:
         if uses_cpu or (span_s > 0 and io_bytes >= ACTIVE_BYTES_PER_S * span_s):
             self._active_s = now_s
 
+    def leave_out(self, gap_s: float) -> None:
+        """Count as if the last samples had been taken so much later."""
+        self._samples = deque((at_s + gap_s, usage) for at_s, usage in self._samples)
+        if self._active_s is not None:
+            self._active_s += gap_s
+
     def reset(self) -> None:
         """Forget all: the rank has made progress."""
         self._samples.clear()
@@ -123,13 +129,26 @@ class _Watched:
     process: RankProcess
     idleness: Idleness
     moved_ns: int = 0
+    left_out_s: float = 0.0
+    """Since it moved: time that this process did not live through."""
     sampled_s: float = 0.0
 
-    def heartbeat(self, woke_ns: int) -> RankHeartbeat:
+    def leave_out(self, gap_s: float) -> None:
+        self.left_out_s += gap_s
+        self.idleness.leave_out(gap_s)
+
+    def move(self, moved_ns: int) -> None:
+        if moved_ns != self.moved_ns:
+            self.moved_ns, self.left_out_s = moved_ns, 0.0
+            self.idleness.reset()
+
+    def heartbeat(self) -> RankHeartbeat:
         # Read again, not kept from the measuring: a rank that moved since must not look silent.
         heartbeat = self.process.io.page.read()
-        silent_s = _since_s(max(heartbeat.moved_ns, woke_ns))
         has_moved = heartbeat.moved_ns != self.moved_ns
+        left_out_s = 0.0 if has_moved else self.left_out_s
+        is_known = heartbeat.moved_ns > 0
+        silent_s = max(0.0, _since_s(heartbeat.moved_ns) - left_out_s) if is_known else 0.0
         return RankHeartbeat(
             rank=self.process.place.rank,
             heartbeat=heartbeat,
@@ -168,7 +187,7 @@ class _Look:
         """Return what came, or why nothing did."""
         pid, rank = self.process.child.pid, self.process.place.rank
         traced = is_traced(pid)
-        silence = "a debugger holds it" if traced else "it is stopped, or has not come to itself"
+        silence = "a debugger holds it" if traced else "it is stopped, or still starting"
         text = self.process.io.page.stacks() or f"it did not answer: {silence}\n"
         used = usage_of_sessions({pid}).get(pid, Usage())
         return RankStack(rank, text, used.cpu_s, used.io_bytes, traced)
@@ -181,8 +200,7 @@ class ProgressProbe:
         """Watch these ranks; without a limit only stacks are fetched, on request."""
         self._limit_s = limit_s
         self._ranks = [_Watched(rank, Idleness((limit_s or 0.0) / 2)) for rank in ranks]
-        self._read_s = 0.0
-        self._woke_ns = time.monotonic_ns()
+        self._read_s = time.monotonic()
         self._looks: list[_Look] = []
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
@@ -190,27 +208,25 @@ class ProgressProbe:
         now = time.monotonic()
         if now - self._read_s < READ_S:
             return None
-        if now - self._read_s > TURN_S:
-            # This process was stopped, or its machine asleep, and most likely the ranks as well.
-            self._woke_ns = time.monotonic_ns()
-            for watched in self._ranks:
-                watched.idleness.reset()
+        # What is above that: this process was stopped, starved of its GIL, or its machine asleep,
+        # and the ranks perhaps as well.
+        gap_s = now - self._read_s - TURN_S
+        for watched in self._ranks:
+            watched.move(watched.process.io.page.read().moved_ns)
+            if gap_s > 0:
+                watched.leave_out(gap_s)
         self._read_s = now
         alive = [watched for watched in self._ranks if not watched.process.child.is_reaped]
         if self._limit_s is not None:
             self._measure(alive, now, self._limit_s)
-        return tuple(watched.heartbeat(self._woke_ns) for watched in alive)
+        return tuple(watched.heartbeat() for watched in alive)
 
     def _measure(self, ranks: Sequence[_Watched], now: float, limit_s: float) -> None:
         """Take the usage of ranks silent for half the limit; it costs a walk over all processes."""
         due = []
         for watched in ranks:
-            moved_ns = watched.process.io.page.read().moved_ns
-            if moved_ns != watched.moved_ns:
-                watched.moved_ns = moved_ns
-                watched.idleness.reset()
             pause_s = min(max(limit_s / 20, READ_S), 5.0)
-            if _since_s(moved_ns) >= limit_s / 2 and now - watched.sampled_s >= pause_s:
+            if _since_s(watched.moved_ns) >= limit_s / 2 and now - watched.sampled_s >= pause_s:
                 watched.sampled_s = now
                 due.append(watched)
         usages = usage_of_sessions({watched.process.child.pid for watched in due}) if due else {}

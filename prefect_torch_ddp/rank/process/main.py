@@ -82,6 +82,7 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     join_process_group(launch)
     link.heartbeat.enter(Phase.FUNCTION)
     value = _run_call(call)
+    link.end_if_forked()
     link.heartbeat.enter(Phase.RETURNED)
     join_threads()
     link.returned(pickle_value(value, launch.place.rank))

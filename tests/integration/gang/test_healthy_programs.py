@@ -56,6 +56,11 @@ def test_rank_0_works_on_after_a_training_that_tracks(
     assert values == [4, 4]
 
 
+def test_a_forked_child_that_leaves_the_function_is_no_rank(client: Client) -> None:
+    """Its parent's heartbeat stays that of a rank in its function."""
+    assert run_gang(client, patient.forks_a_child_that_returns, world_size=1) == ["FUNCTION"]
+
+
 def test_a_rank_at_a_breakpoint_is_left_alone(client: Client, tmp_path: Path) -> None:
     """Its peers wait in a collective for many times the limit."""
     call = hanging.config_in(tmp_path), patient.breakpoint_in_a_step, (10.0,)

@@ -66,7 +66,7 @@ class HangWatch:
         if len(self._ranks) < len(self._hosts):
             return
         stall = find_stall(tuple(self._ranks.values()), limit_s, from_start=self._from_start)
-        moved = tuple(rank.heartbeat.moved_ns for _, rank in sorted(self._ranks.items()))
+        moved = self._moved()
         if stall is None:
             self._suspected = ()
         elif stall.is_hung:
@@ -80,6 +80,9 @@ class HangWatch:
             what = summarize(stall, self._hosts, {})
             text = f"no progress for {stall.silent_s:.0f} s, which may be right: {what}"
             sink(LogLine(NO_RANK, logging.WARNING, text))
+
+    def _moved(self) -> tuple[int, ...]:
+        return tuple(rank.heartbeat.moved_ns for _, rank in sorted(self._ranks.items()))
 
     def add_end(self, rank: int) -> None:
         """Take note of a rank whose function has ended."""
@@ -126,6 +129,7 @@ class HangWatch:
             stall = find_stall(ranks, self._limit_s, from_start=self._from_start)
             if stall is not None:  # all wait, so none is more behind than another
                 behind = (*stall.behind, *stall.ahead)
+                self._suspected = self._moved()
                 self.stall = replace(stall, behind=behind, ahead=(), is_hung=True)
 
     def excuse(self) -> str:
@@ -135,13 +139,15 @@ class HangWatch:
         """
         if self.stall is None or self._limit_s is None:
             return ""
+        if self._moved() != self._suspected:
+            self.stall = None  # it has gone on while the stacks were asked for
+            return ""
         why = excuse_for(self.stall, self._stacks, self._limit_s)
         if not why:
             return ""
         self.stall = None
         self._excused_until_s = time.monotonic() + self._limit_s
-        moved = tuple(each.heartbeat.moved_ns for _, each in sorted(self._ranks.items()))
-        is_known, self._excused = self._excused == moved, moved
+        is_known, self._excused = self._excused == self._suspected, self._suspected
         return "" if is_known else f"no progress, but {why}: the gang is left alone"
 
     @property

@@ -29,12 +29,20 @@ _WAITING = frozenset(
 )
 """Functions of torch outside of these modules that wait for other ranks."""
 _DEBUGGERS = re.compile(
-    r"/(bdb|pdb|ipdb|remote_pdb|web_pdb|debugpy|pydevd|_pydevd_bundle)(\.py$|/)"
+    r"/python3[.\d]*/(bdb|pdb)\.py$|"  # not a user's folder of proteins
+    r"/(ipdb|pudb|remote_pdb|web_pdb|debugpy|pydevd|_pydevd_bundle)(\.py$|/)"
 )
 
 
+def lacks_main_thread(stack: str) -> bool:
+    """Tell whether a rank has more threads than the 100 that faulthandler writes, newest first."""
+    return stack.endswith("\n...\n")
+
+
 def main_thread(stack: str) -> list[Call]:
-    """Return the calls of the main thread, the innermost first."""
+    """Return the calls of the main thread, the innermost first; none if it was left out."""
+    if lacks_main_thread(stack):
+        return []
     # faulthandler writes the main thread last.
     *_, last = re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)
     matches = map(_FRAME.match, last.splitlines())
@@ -45,6 +53,11 @@ def is_in_collective(stack: str) -> bool:
     """Tell whether the main thread waits for other ranks: in a collective, or a backward pass."""
     innermost = main_thread(stack)[:1]
     return any(_COLLECTIVES.search(path) or name in _WAITING for path, _, name in innermost)
+
+
+def is_absent(stack: str) -> bool:
+    """Tell whether the others may wait for this rank: it is known not to be in a collective."""
+    return not (is_in_collective(stack) or lacks_main_thread(stack))
 
 
 def is_debugged(stack: str) -> bool:

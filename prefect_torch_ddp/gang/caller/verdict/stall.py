@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefect_torch_ddp.gang.caller.verdict.proof import is_debugged, is_in_collective
+from prefect_torch_ddp.gang.caller.verdict.proof import is_absent, is_debugged
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -92,7 +92,7 @@ def _absent(stall: Stall, stacks: Mapping[int, str]) -> tuple[RankHeartbeat, ...
     They are those behind that are in none; or, where all behind wait, those ahead of them.
     """
     for ranks in (stall.behind, stall.ahead):
-        absent = [each for each in ranks if not is_in_collective(stacks.get(each.rank, ""))]
+        absent = [each for each in ranks if is_absent(stacks.get(each.rank, ""))]
         if absent:
             return tuple(absent)
     return ()

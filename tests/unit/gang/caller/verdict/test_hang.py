@@ -192,6 +192,18 @@ def test_stacks_prove_nothing_of_a_rank_on_a_gpu(uses_gpu: bool) -> None:
     assert watch.suspects_vain_wait is not uses_gpu
 
 
+def test_a_gang_that_moves_while_its_stacks_are_asked_for_is_no_hang() -> None:
+    """A look takes seconds; a step that ended meanwhile was long, no more."""
+    watch = watch_of_two()
+    for _ in range(2):
+        watch.take([rank(0), rank(1)], [].append)
+    assert watch.has_found
+    moved = dataclasses.replace(rank(1), heartbeat=Heartbeat(moved_ns=7, phase=Phase.STEP))
+    watch.take([moved], [].append)
+    assert watch.excuse() == ""
+    assert not watch.has_found
+
+
 def test_an_excuse_holds_for_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the gang is looked at again: its person may have left the debugger, and it hangs now."""
     now_s = 1000.0

@@ -5,8 +5,10 @@ import pytest
 from prefect_torch_ddp.gang.caller.verdict.proof import (
     BUSY_BYTES,
     BUSY_CPU_S,
+    is_absent,
     is_debugged,
     is_in_collective,
+    main_thread,
     wait_in_vain,
 )
 from prefect_torch_ddp.protocol.events import RankStack
@@ -100,6 +102,20 @@ def test_only_two_equal_looks_at_idle_ranks_prove_that_nobody_comes(
     ["/usr/lib/python3.11/pdb.py", "/usr/lib/python3.11/bdb.py", "/v/debugpy/server/api.py"],
 )
 def test_a_debugger_is_seen(path: str) -> None:
-    """In any thread; a user's own `my_pdb.py` is none."""
+    """In any thread; a user's own `my_pdb.py` is none, nor is a folder of proteins."""
     assert is_debugged(f'Thread 0x1 (most recent call first):\n  File "{path}", line 3 in x\n')
-    assert not is_debugged('  File "/home/me/my_pdb.py", line 3 in x\n')
+    for mine in ("/home/me/my_pdb.py", "/srv/datasets/pdb/parse.py", "/home/me/pdb.py"):
+        assert not is_debugged(f'  File "{mine}", line 3 in x\n')
+
+
+def test_a_rank_whose_main_thread_was_left_out_proves_nothing() -> None:
+    """Faulthandler writes 100 threads, the newest first; another one isn't taken for the main."""
+    (helper,) = ['Thread 0x1 (most recent call first):\n  File "/home/me/x.py", line 3 in x\n']
+    text = 100 * helper + "...\n"
+    assert main_thread(text) == []
+    assert not is_in_collective(text)
+    assert not is_absent(text)
+    deep = (
+        stack(*(f'  File "/home/me/x.py", line {line} in x\n' for line in range(100))) + "  ...\n"
+    )
+    assert len(main_thread(deep)) == 101
