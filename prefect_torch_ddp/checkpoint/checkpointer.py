@@ -134,7 +134,8 @@ class Checkpointer:
 
     def check_tracked(self, name: str, item: Any) -> None:
         """Refuse, by InvalidParamsError, an object whose state couldn't be read back."""
-        state = self._state_of(name, item)
+        # All ranks ask here, and only one at a save: what then waits for the others fails now.
+        state = state_of(item) if isinstance(item, OwnState) else state_alone(name, item)
         check_loadable(name, state)
         if is_shared_state(item):
             self._at_first[name] = digests_of(state)

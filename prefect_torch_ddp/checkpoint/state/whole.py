@@ -33,11 +33,15 @@ def refuse_partial(name: str, item: Any) -> None:
 
     It asks for no `state_dict`, which may be a collective.
     """
-    for kind in type(item).__mro__:
-        if kind.__name__ in _COLLECTIVE:
-            what = f"it is {_COLLECTIVE[kind.__name__]}, whose state is spread over the ranks"
-            msg = f"{name!r} can't be tracked: {what}; {WAY_OUT}"
-            raise InvalidParamsError(msg)
+    # Of a module each part: its own state_dict calls theirs.
+    parts = item.named_modules() if isinstance(item, torch.nn.Module) else [("", item)]
+    for place, part in parts:
+        for kind in type(part).__mro__:
+            if kind.__name__ in _COLLECTIVE:
+                what = f"{place or 'it'} is {_COLLECTIVE[kind.__name__]}"
+                why = f"{what}, whose state is spread over the ranks"
+                msg = f"{name!r} can't be tracked: {why}; {WAY_OUT}"
+                raise InvalidParamsError(msg)
     named: Iterator[tuple[str, Any]] = iter(())
     if isinstance(item, torch.nn.Module):
         named = (

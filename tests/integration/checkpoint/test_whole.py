@@ -107,6 +107,59 @@ def test_a_collective_state_dict_is_refused_before_it_is_called() -> None:
     refuse_partial("model", nn.Linear(1, 1))
 
 
+def track_flat(ctx: RankContext) -> str:
+    """Track a plain module with a part that is torch's older FSDP; return the error."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Flat
+
+    inner = Flat(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    try:
+        ctx.track(model=nn.Sequential(inner, nn.Linear(4, 2)))
+    except InvalidParamsError as error:
+        return str(error)
+    return "it was tracked"
+
+
+def test_a_part_of_a_module_whose_state_is_a_collective_is_refused(tmp_path: Path) -> None:
+    """FSDP inside a plain module is named when it is tracked; its parameters look plain."""
+    for said in train_on(2, config_for(tmp_path), track_flat):
+        begin = "'model' can't be tracked: 0 is torch.distributed.fsdp's FullyShardedDataParallel"
+        assert said.startswith(begin)
+
+
+class GatheringModule(nn.Linear):
+    """A module of an unknown class whose state_dict talks to the other ranks."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        torch.distributed.all_reduce(torch.ones(1))
+        return super().state_dict(*args, **kwargs)
+
+
+class GatheringOptimizer(torch.optim.SGD):
+    """An optimizer of an unknown class whose state_dict talks to the other ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.distributed.all_reduce(torch.ones(1))
+        return super().state_dict()
+
+
+def track_gathering_class(ctx: RankContext, what: str) -> str:
+    """Track one of them; return the error."""
+    model = GatheringModule(2, 2)
+    item = model if what == "model" else GatheringOptimizer(model.parameters(), 0.1)
+    try:
+        ctx.track(**{what: item})
+    except InvalidParamsError as error:
+        return str(error)
+    return "it was tracked"
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_a_module_or_optimizer_that_gathers_is_refused_in_track(tmp_path: Path, what: str) -> None:
+    """A class that nobody knows is refused by what its state_dict does, before the first save."""
+    for said in train_on(2, config_for(tmp_path), track_gathering_class, what):
+        assert said.startswith(f"{what!r} can't be tracked: its state_dict calls the collective")
+
+
 @dataclass
 class Gathering:
     """An object whose state_dict talks to the other ranks, at once or later."""
