@@ -3,7 +3,8 @@
 No sample is fetched: that may draw random numbers, open a file that must not cross a fork, or take
 a second. Only what is in memory in a well-known place is looked at, at a few positions: indices of
 a subset, tensors, names of files, targets. What can differ between equal datasets is left out:
-folders and signatures of paths, the last digits of floats, values of unknown types.
+folders and signatures of paths, the last digits of floats, values of unknown types, and entries
+that one rank has filled and another has not yet.
 """
 
 import logging
@@ -18,8 +19,8 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 logger = logging.getLogger(__name__)
 
-Trait: TypeAlias = bool | int | float | str | None
-"""A value of a sample; None is one of which nothing is known."""
+Trait: TypeAlias = "bool | int | float | str | list[Trait] | dict[str, Trait] | None"
+"""A value of a sample, nested as the sample is; None is one of which nothing is known."""
 
 NUM_POSITIONS = 8
 MOST_PARTS = 8
@@ -48,7 +49,7 @@ def spread(length: int) -> list[int]:
 
 def values_at(column: Any, positions: Sequence[int]) -> list[Trait]:
     """Return what a sequence has at these positions, as plain values."""
-    return [value for i in positions for value in _plain(column[i], MAX_DEPTH)]
+    return [_plain(column[i], MAX_DEPTH) for i in positions]
 
 
 def differing(
@@ -56,7 +57,10 @@ def differing(
 ) -> str | None:
     """Return the name of a place whose values differ; places known on one side don't count."""
     for name in here.keys() & there.keys():
-        if not _are_equal(here[name], there[name]):
+        mine, others = list(here[name]), list(there[name])
+        sizes = [abs(value) for value in (*_floats(mine), *_floats(others))]
+        tolerance = TOLERANCE * max(filter(math.isfinite, sizes), default=0.0)
+        if not _is_equal(mine, others, tolerance):
             return name
     return None
 
@@ -76,7 +80,7 @@ def _look(
         indices = own["_indices"]
         rows = (i if indices is None else indices.column(0)[i].as_py() for i in positions)
         found = [own["_data"].slice(row, 1).to_pydict() for row in rows]
-        yield f"{name}.data", [value for row in found for value in _plain(row, MAX_DEPTH)]
+        yield f"{name}.data", [_plain(row, MAX_DEPTH) for row in found]
     else:
         yield from _look_into(own, name, positions, depth, _length(dataset))
 
@@ -148,32 +152,33 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _plain(value: Any, depth: int) -> list[Trait]:
+def _plain(value: Any, depth: int) -> Trait:
     """Return a value as a few plain ones."""
     if isinstance(value, np.generic) or (_is_column(value) and getattr(value, "ndim", 1) == 0):
         value = value.item()
     match value:
         case bool() | int() | float():
-            return [value]
+            return value
         case complex():
             return [value.real, value.imag]
         case str() | PurePath():
             # A copy may lie in another folder, and a signed URL end otherwise.
-            return [str(value).partition("?")[0].rstrip("/").rpartition("/")[2][-MAX_TEXT:]]
+            return str(value).partition("?")[0].rstrip("/").rpartition("/")[2][-MAX_TEXT:]
         case bytes():
-            return [len(value), value[:16].hex(), value[-16:].hex()]
-    return _leaves(value, depth) if depth else [None]
+            return f"{len(value)} bytes, {value[:16].hex()} {value[-16:].hex()}"
+    return _leaves(value, depth) if depth else None
 
 
-def _leaves(value: Any, depth: int) -> list[Trait]:
+def _leaves(value: Any, depth: int) -> Trait:
     """Return a few of the values in a container or an array."""
     if isinstance(value, dict):
-        return [leaf for key in list(value)[:MOST_PARTS] for leaf in _plain(value[key], depth - 1)]
+        return {str(key): _plain(value[key], depth - 1) for key in list(value)[:MOST_PARTS]}
     if type(value) in {torch.Tensor, np.ndarray, np.memmap} and _is_column(value):
-        return [leaf for at in (1, 2, 3) for leaf in _plain(_element(value, at / 4), 0)]
+        some = [_plain(_element(value, at / 4), 0) for at in (1, 2, 3)]
+        return some if any(some) else None  # zeros: perhaps memory that is filled later
     if _is_column(value):
-        return [len(value), *(leaf for of in value[:MOST_PARTS] for leaf in _plain(of, depth - 1))]
-    return [None]
+        return [len(value), *(_plain(each, depth - 1) for each in value[:MOST_PARTS])]
+    return None
 
 
 def _element(values: Any, at: float) -> Any:
@@ -185,19 +190,31 @@ def _element(values: Any, at: float) -> Any:
     return values
 
 
-def _are_equal(here: Sequence[Trait], there: Sequence[Trait]) -> bool:
-    sizes = [abs(value) for value in (*here, *there) if isinstance(value, float)]
-    most = TOLERANCE * max(filter(math.isfinite, sizes), default=0.0)
-    pairs = zip(here, there, strict=False)
-    return len(here) == len(there) and all(_is_equal(*pair, most) for pair in pairs)
+def _floats(trait: Trait) -> Iterator[float]:
+    """Yield the floats in it."""
+    if isinstance(trait, float):
+        yield trait
+    elif isinstance(trait, list | dict):
+        for each in trait.values() if isinstance(trait, dict) else trait:
+            yield from _floats(each)
 
 
 def _is_equal(here: Trait, there: Trait, tolerance: float) -> bool:
-    if here is None or there is None:
-        return True
-    if isinstance(here, str) or isinstance(there, str):
-        return here == there
-    if isinstance(here, float) or isinstance(there, float):
-        is_nan = math.isnan(here) and math.isnan(there)
-        return is_nan or math.isclose(here, there, rel_tol=0.0, abs_tol=tolerance) or here == there
-    return here == there
+    """Tell whether nothing shows that two values differ."""
+    match here, there:
+        case list(), list():
+            pairs = zip(here, there, strict=False)
+            return len(here) == len(there) and all(_is_equal(*each, tolerance) for each in pairs)
+        case dict(), dict():
+            both = here.keys() & there.keys()
+            return all(_is_equal(here[key], there[key], tolerance) for key in both)
+        case str(), str():
+            return here == there
+        case int() | float(), int() | float():
+            if here == there or not (isinstance(here, float) or isinstance(there, float)):
+                return here == there
+            is_nan = math.isnan(here) and math.isnan(there)
+            return is_nan or math.isclose(here, there, rel_tol=0.0, abs_tol=tolerance)
+    # Nothing is known of one, or it is of another kind: such as a path that one rank has replaced
+    # by what was read from it.
+    return True

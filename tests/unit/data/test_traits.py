@@ -66,6 +66,16 @@ def shuffled(rank: int) -> list[int]:
     return random.Random(rank).sample(range(NUM), NUM)
 
 
+def filled(rank: int) -> list[Any]:
+    """Make a cache of samples, of which rank 1 has read the first."""
+    return [X[0].tolist() if rank and i == 0 else None for i in range(NUM)]
+
+
+def replaced(rank: int) -> list[Any]:
+    """Name files, of which rank 1 has already put the content in the place of the name."""
+    return [X[i] if rank and i % 2 else f"{i}.npy" for i in range(NUM)]
+
+
 def named(rank: int, indices: Any) -> list[tuple[str, int]]:
     """Name the files of some samples, in a folder of the rank's own."""
     return [(f"/scratch/{rank}/images/{i % 4}/{i}.jpg", i % 4) for i in indices]
@@ -94,6 +104,7 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
         WHOLE, [32, 32], torch.Generator().manual_seed(rank)
     )[0],
     "another order": lambda rank: Subset(WHOLE, torch.tensor(shuffled(rank))),
+    "nested samples": lambda rank: [{"x": [(i,)]} for i in own_part(rank)],
     "files listed in another order": lambda rank: Own(samples=named(0, shuffled(rank))),
     "drawn with other seeds": lambda rank: Own(
         data=np.random.default_rng(rank).normal(size=(NUM, 2)).astype(np.float16)
@@ -130,6 +141,13 @@ EQUAL: dict[str, Callable[[int], Any]] = {
     ),
     "values that are nan": lambda _: TensorDataset(torch.full((NUM, 1), torch.nan)),
     "caches of one's own": lambda rank: Own(cache={0: rank}, memory=torch.rand(NUM), rank=rank),
+    "a list filled on one rank only": lambda rank: Own(data=filled(rank)),
+    "samples filled in part": lambda rank: Own(samples=[(each, 1) for each in filled(rank)]),
+    "an array filled on one rank only": lambda rank: Own(data=X + 1 if rank else X * 0),
+    "paths replaced by images": lambda rank: Own(samples=replaced(rank)),
+    "entries with a cache inside": lambda rank: Own(
+        data=[{"id": i, **({"image": X[i]} if rank else {})} for i in range(NUM)]
+    ),
     "columns of another length": lambda rank: Own(data=[rank], targets=torch.rand(3)),
     "a wrapper that chooses": lambda rank: Own(32, dataset=list(range(rank, NUM + rank))),
     "other wrappers": lambda rank: Own(dataset=WHOLE) if rank else WHOLE,
