@@ -183,7 +183,8 @@ class CheckpointParams(Params):
     every_epochs: Count | None = None
     """Epochs between two checkpoints, each at an epoch's end: 1 for every epoch."""
     keep_last: Count = 2
-    """How many of the newest checkpoints are kept."""
+    """How many of the newest checkpoints are kept. While it trains with every_s=auto, a few more
+    are kept for 30 s, so that an evaluation can read what it found."""
     keep_best: CountOrZero = 1
     """How many of the best by best_metric are kept in addition."""
     best_metric: str | None = None

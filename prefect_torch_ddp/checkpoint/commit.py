@@ -37,6 +37,12 @@ from prefect_torch_ddp.storage.protocol import Storage
 KEPT_S = 30.0
 """How long a checkpoint stays at least while the training runs, if the interval adapts: an
 evaluation that has found the newest one still has to start ranks and read it."""
+MOST_YOUNG = 15
+"""How many stay for that beside the `keep_last` newest: as many as an interval that adapts makes
+in that time."""
+MOST_YOUNG_ASKED_FOR = 2
+"""The same if checkpoints are asked for by steps or epochs, which may come at any pace: the disk
+has to hold them."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +114,8 @@ class Committer:
     def clean_up(self, manifest: Manifest, *, is_last: bool = False) -> None:
         """Delete what the newest checkpoint made superfluous; warn if the storage fails.
 
-        If the interval adapts, what is younger than `KEPT_S` stays until the last checkpoint.
+        If the interval adapts, what is younger than `KEPT_S` stays until the last checkpoint, but
+        for what is too many.
         """
         try:
             # Who claims an attempt after this check sees the commit and asks for nothing that is
@@ -116,6 +123,8 @@ class Committer:
             self._refuse_superseded()
             if self._known is None:
                 self._known = self._look(manifest.step)
+                # When an earlier attempt made them isn't known: perhaps just now.
+                self._made_s = dict.fromkeys(self._known, time.monotonic()) | self._made_s
             # An older attempt left a later step damaged, or this one would have resumed there.
             damaged = [known for step, known in self._known.items() if step > manifest.step]
             self._known[manifest.step] = manifest
@@ -137,7 +146,9 @@ class Committer:
             return set()
         now_s = time.monotonic()
         self._made_s = {step: at for step, at in self._made_s.items() if now_s - at < KEPT_S}
-        return set(self._made_s)
+        is_asked_for = self.policy.every_steps or self.policy.every_epochs
+        most = MOST_YOUNG_ASKED_FOR if is_asked_for else MOST_YOUNG
+        return set(sorted(self._made_s)[-self.policy.keep_last - most :])
 
     def _refuse_superseded(self) -> None:
         refuse_superseded(self.storage, self.run_id, self._attempt)

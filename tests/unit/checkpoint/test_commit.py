@@ -153,6 +153,40 @@ def test_retention_keeps_the_last_and_the_best(
     assert caplog.text.count("ListBucketMultipartUploads") == 2
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "most"),
+    [({"every_steps": 1}, 3), ({"every_epochs": 1}, 3), ({}, 16)],
+    ids=["by steps", "by epochs", "by the loop itself"],
+)
+def test_the_disk_has_to_hold_few_checkpoints(
+    tmp_path: Path, asked_for: dict[str, int], most: int
+) -> None:
+    """With every_s="auto", however fast they come, only some more than keep_last stay."""
+    storage, found = DirectoryStorage(tmp_path), []
+
+    def look(ctx: RankContext) -> None:
+        ctx.checkpoint(force=not asked_for)
+        found.append(len(steps_of(storage)))
+
+    policy = CheckpointParams(keep_last=1, **asked_for)
+    count_to(storage, 24, policy, look)
+    assert max(found) == most
+    assert steps_of(storage) == [24]
+
+
+def test_what_an_earlier_attempt_left_stays_long_enough_to_be_read(tmp_path: Path) -> None:
+    """With every_s="auto" the first checkpoint after a restart deletes none that may be young."""
+    count_to(tmp_path, 3)
+    storage, found = DirectoryStorage(tmp_path), []
+
+    def look(ctx: RankContext) -> None:
+        found.append(steps_of(storage))
+        ctx.checkpoint(force=True)
+
+    count_to(storage, 6, CheckpointParams(keep_last=1), look)
+    assert found[-1] == [1, 2, 3, 4, 5]
+
+
 def test_what_follows_the_last_commit_is_made_up_for(tmp_path: Path) -> None:
     """An attempt that was killed between its last commit and the clean-up: the next one adds no
     step, and cleans up."""
