@@ -132,12 +132,12 @@ class Checkpointer:
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
 
-    def check_tracked(self, name: str, item: Any) -> None:
+    def check_tracked(self, name: str, item: Any, world_size: int) -> None:
         """Refuse, by InvalidParamsError, an object whose state couldn't be read back."""
         # All ranks ask here, and only one at a save: what then waits for the others fails now.
         state = state_of(item) if isinstance(item, OwnState) else state_alone(name, item)
         check_loadable(name, state)
-        if is_shared_state(item):
+        if self._compares(world_size) and is_shared_state(item):
             self._at_first[name] = digests_of(state)
 
     def save(
@@ -177,7 +177,7 @@ class Checkpointer:
         staged = self._stage(objects, manifest.world_size)
         staged[rank_name(self._rank)] = capture_generators()
         sketched = None
-        if manifest.world_size > 1 and self._committer.policy.compare_replicas:
+        if self._compares(manifest.world_size):
             # After more and more saves: in between they are asked for on the rank that writes only.
             self._num_saves += 1
             asks_states = self._num_saves.bit_count() == 1
@@ -236,6 +236,9 @@ class Checkpointer:
             checkpoint = f"the last checkpoint of run {self._committer.run_id}"
             msg = f"{checkpoint} could not be written: {error}"
             raise CheckpointError(msg) from error
+
+    def _compares(self, world_size: int) -> bool:
+        return world_size > 1 and self._committer.policy.compare_replicas
 
     def _stage(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
         """Copy the states that this rank writes."""

@@ -33,6 +33,7 @@ _SMALL_BYTES = 2**16
 """Up to here a tensor is hashed as it is."""
 _DIGEST_BYTES = 8
 _MOST_SHOWN = 8
+_FLOATS = {float, complex}
 
 Report = Mapping[str, Any]
 """What `Sketch.report` returned on a rank."""
@@ -211,7 +212,6 @@ def _digest_of(value: Any, *, has_floats: bool = True) -> str:
 
 def _spelled_out(value: Any, *, has_floats: bool) -> str:
     kind = type(value)
-    digest = functools.partial(_digest_of, has_floats=has_floats)
     if isinstance(value, float | complex | np.floating | np.complexfloating) and not has_floats:
         return "a float"
     if kind in PYTHONS or kind in NUMPYS:
@@ -219,15 +219,34 @@ def _spelled_out(value: Any, *, has_floats: bool) -> str:
     if isinstance(value, torch.Tensor):
         return f"tensor {tuple(value.shape)} {value.dtype}"
     if isinstance(value, dict):
-        pairs = (f"{digest(key)}: {digest(each)}" for key, each in value.items())
+        keys, values = (
+            _spelled_each(each, has_floats=has_floats) for each in (value, value.values())
+        )
+        pairs = map(": ".join, zip(keys, values, strict=True))
         return f"{{{', '.join(sorted(pairs))}}}"
     if isinstance(value, list | tuple | set | frozenset):
         is_ordered = isinstance(value, list | tuple)
-        each = list(map(digest, value))
+        each = _spelled_each(value, has_floats=has_floats)
         return f"[{', '.join(each)}]" if is_ordered else f"set {sorted(each)}"
+    if isinstance(value, bytes | bytearray):
+        value = blake3(value).hexdigest()
     # Of others a text may show an address, or the rank's own device.
-    is_text = isinstance(value, float | str | bytes | bytearray | torch.dtype)
+    is_text = isinstance(value, float | str | torch.dtype)
     return f"{kind.__qualname__} {value!r}" if is_text else kind.__qualname__
+
+
+def _spelled_each(values: Collection[Any], *, has_floats: bool) -> list[str]:
+    """Spell out the entries of a container: many plain ones, such as an order, in one pass."""
+    if PYTHONS.issuperset(map(type, values)):
+        if has_floats:
+            return list(map(repr, values))
+        return ["a float" if type(each) in _FLOATS else repr(each) for each in values]
+    return [
+        _spelled_out(each, has_floats=has_floats)
+        if type(each) in PYTHONS or type(each) in NUMPYS
+        else _digest_of(each, has_floats=has_floats)
+        for each in values
+    ]
 
 
 def optimized(objects: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ class Saver:
     def check(self, name: str, item: Any) -> None:
         """Refuse an object whose state couldn't be read back, not only at the first save."""
         if self._checkpointer is not None:
-            self._checkpointer.check_tracked(name, item)
+            self._checkpointer.check_tracked(name, item, self._info.world_size)
 
     def take(self, objects: Mapping[str, Any]) -> None:
         """Take objects that were checked, all of them or none."""

@@ -99,7 +99,8 @@ def test_a_late_resume_record_deletes_nothing(storage: DirectoryStorage) -> None
     record_resume(storage, "run", 2, CheckpointId(2, 1))
     newest = list_manifests(storage, "run")[-1]
     # The training was complete: the clean-up once deleted step 3 as superseded.
-    Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1)).clean_up(newest)
+    committer = Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1))
+    committer.clean_up(newest, is_last=True)
     assert live(storage) == [(3, 1)]
 
 

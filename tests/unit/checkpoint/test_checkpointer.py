@@ -19,6 +19,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 from tests.support.forwarding import ForwardingStorage
+from tests.support.tracked import Tracked
 
 ON_RANK_0 = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
 
@@ -96,3 +97,19 @@ def test_a_shared_storage_may_show_objects_late_and_is_looked_at_once(tmp_path: 
     assert (first.step, second.step, storage.num_lists) == (1, 2, 2)
     names = sorted(item.name for item in first.objects)  # each once, of whichever rank
     assert names == ["ema", "model", "other", "rank-00000", "rank-00001"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "compares", "is_hashed"),
+    [(1, True, False), (2, False, False), (2, True, True)],
+    ids=["one rank", "turned off", "compared"],
+)
+def test_a_state_is_hashed_only_if_it_is_compared(
+    tmp_path: Path, num_ranks: int, *, compares: bool, is_hashed: bool
+) -> None:
+    """A sampler's order of a million numbers costs nothing in ctx.track otherwise."""
+    policy = CheckpointParams(compare_replicas=compares)
+    committer = Committer(DirectoryStorage(tmp_path), "run", 1, policy)
+    checkpointer = Checkpointer(0, KeyValueStore(dist.HashStore()), committer, lambda: None)
+    checkpointer.check_tracked("order", Tracked([1, 2, 3]), num_ranks)
+    assert bool(checkpointer._at_first) == is_hashed

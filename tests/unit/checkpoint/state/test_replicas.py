@@ -4,6 +4,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -294,6 +295,38 @@ def test_what_only_rank_0_changes_is_let_alone(caplog: pytest.LogCaptureFixture)
     changed = sketch({"history": Tracked([3])}, at_first=at_first).report()
     with pytest.raises(InvalidParamsError, match="value on rank 2 isn't as on rank 0"):
         Comparison().check(own, [own.report(), other, changed])
+
+
+EQUAL_STATES: dict[str, tuple[Any, Any]] = {
+    "numbers of numpy": ([1, 2.5, "a"], [np.int64(1), np.float64(2.5), np.str_("a")]),
+    "order of a dict": ({"a": 1, 2: [3]}, {2: [3], "a": 1}),
+    "order of a set": ({"a", "b", "c"}, {"c", "b", "a"}),
+}
+DIFFERENT_STATES: dict[str, tuple[Any, Any]] = {
+    "one of many": ([*range(99), 7], [*range(99), 8]),
+    "order of a list": ([1, 2], [2, 1]),
+    "one beside an array": ([1, np.zeros(1)], [2, np.zeros(1)]),
+    "one in a list of lists": ([[1], [2]], [[1], [3]]),
+    "text and number": (["1"], [1]),
+    "where texts end": (["a', 'b"], ["a", "b"]),
+    "bytes": (b"a" * 99, b"a" * 98 + b"b"),
+    "key of a dict": ({1: 2}, {3: 2}),
+}
+
+
+@pytest.mark.parametrize("kind", [*EQUAL_STATES, *DIFFERENT_STATES])
+def test_digests_tell_plain_states_apart(kind: str) -> None:
+    """They are the same for equal states, however they are made, and differ for others."""
+    one, two = {**EQUAL_STATES, **DIFFERENT_STATES}[kind]
+    is_same = replicas.digests_of({"x": one}) == replicas.digests_of({"x": two})
+    assert is_same == (kind in EQUAL_STATES)
+
+
+def test_digests_without_floats_leave_them_out_of_many() -> None:
+    """Of a long list of plain values too, and nothing else of it."""
+    digests = [replicas.digests_of(each)[""].split() for each in ([1, 0.5], [1, 0.25], [2, 0.5])]
+    assert len({one for one, _ in digests}) == 3
+    assert [digests[0][1] == each[1] for each in digests] == [True, True, False]
 
 
 PASSES = {
