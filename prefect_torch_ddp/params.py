@@ -99,7 +99,8 @@ class GangParams(Params):
     count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
     in a row are not tried again."""
     workers_timeout_s: Seconds = 60.0
-    """Seconds to wait until the cluster has enough workers; for `train_flow` also for its first."""
+    """Seconds to wait until the cluster has enough workers; for `train_flow` also for its first,
+    unless it makes the cluster by `cluster_class`: a queued job may take any time."""
     queue_timeout_s: Seconds | None = None
     """Seconds to wait for workers that are busy; empty: no limit."""
     rendezvous_timeout_s: Seconds = 300.0

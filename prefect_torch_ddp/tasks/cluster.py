@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,7 +223,7 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
     """Return a submitted task's result, or raise what it raised or how it was lost or cancelled.
 
     Silent workers of a cluster that this run made are replaced. Raises NotEnoughWorkersError if the
-    cluster has no worker at all for `workers_timeout_s`.
+    cluster has no worker at all for too long.
     """
     task = cast("PrefectDaskFuture[R]", future)
     runner = _runner()
@@ -231,7 +232,7 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
             task,
             runner.client,
             owns_workers=runner.address is None,
-            workers_timeout_s=params.workers_timeout_s,
+            workers_timeout_s=_empty_limit_s(params),
         )
         return task.result()
     except Pause:
@@ -239,6 +240,13 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
         raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
+
+
+def _empty_limit_s(params: TrainParams) -> float:
+    """Return for how long the cluster may have no worker at all."""
+    # Jobs of a batch system may queue for hours, at the start and when all were preempted; and
+    # the class that submitted them fails by itself if it can't.
+    return math.inf if params.cluster.cluster_class else params.workers_timeout_s
 
 
 def on_worker(task: Task[P, R], params: TrainParams, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -74,6 +74,7 @@ class TaskWatch:
         self._workers: dict[str, TaskLiveness] = {}
         self._answered: set[str] = set()
         self._address: str | None = None
+        self._has_begun = False
         self._tasks: dict[str, list[Any]] | None = None
         """The keys that each worker of the cluster has, as looked at last."""
         self._workers_timeout_s = workers_timeout_s
@@ -89,8 +90,9 @@ class TaskWatch:
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
             SupervisorLostError: the worker that runs the task was silent for too long; Dask
-                doesn't run the task again.
-            NotEnoughWorkersError: the cluster has had no worker for too long.
+                doesn't run the task again. Or the cluster lost all its workers after the task had
+                begun, and got none for too long.
+            NotEnoughWorkersError: it has had none for too long since the task was submitted.
         """
         if self._client.status != "running":
             msg = f"the scheduler was lost (the Dask client is {self._client.status})"
@@ -130,6 +132,7 @@ class TaskWatch:
             logger.warning(words, self._address, address)
         self._scheduler.heard(has_task=address is not None)
         self._address = address
+        self._has_begun = self._has_begun or address is not None
         watched = [each for each in tasks if self._owns_workers or each == address]
         self._workers = {each: self._workers.get(each) or TaskLiveness() for each in watched}
         answered = await asyncio.gather(*map(self._look_at, watched))
@@ -142,6 +145,10 @@ class TaskWatch:
         self._empty_since_s = self._empty_since_s or time.monotonic()
         if time.monotonic() - self._empty_since_s > self._workers_timeout_s:
             self._client.cancel([self._future], force=True)
+            if self._has_begun:
+                lost = "the cluster lost all its workers while the task ran, and has had none since"
+                msg = f"{lost}, for {self._workers_timeout_s:g} s (workers_timeout_s)"
+                raise SupervisorLostError(msg)
             msg = (
                 f"the cluster has had no worker for {self._workers_timeout_s:g} s "
                 "(workers_timeout_s); start workers, or give a larger limit if they are queued"

@@ -42,7 +42,8 @@ def follow(
     Raises:
         SupervisorLostError, SchedulerLostError: what ran the task is lost. Then the task run is
             Crashed at Prefect, where it would stay Running forever.
-        NotEnoughWorkersError: the cluster has had no worker for `workers_timeout_s`.
+        NotEnoughWorkersError: the cluster has had no worker for `workers_timeout_s`; after the task
+            had begun, that is a SupervisorLostError.
         Pause: the flow run was suspended.
     """
     future: Future[Any] = task.wrapped_future

@@ -4,10 +4,12 @@ arguments."""
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -26,7 +28,9 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
+from prefect_torch_ddp.errors import SupervisorLostError
 from prefect_torch_ddp.tasks.local_cluster import HEARTBEAT_S, local_cluster
+from prefect_torch_ddp.tasks.watch.task_watch import TaskWatch
 from tests.integration.tasks.test_run_record import events_of, only_record
 from tests.support.gangs import all_gone, extra_worker, pids_in
 from tests.support.runs import flow_run_id_of, steered, task_runs_of, wait_until_said
@@ -173,6 +177,53 @@ def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Pa
         )
         with pytest.raises(NotEnoughWorkersError, match=r"no worker for 1.5 s \(workers_timeout"):
             train_flow(params)
+
+
+class QueuedCluster(LocalCluster):
+    """A cluster as a batch system's: it is made at once, and its first job starts later."""
+
+    made: ClassVar[list["QueuedCluster"]] = []
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(n_workers=0, threads_per_worker=1, dashboard_address="127.0.0.1:0")
+        self.made.append(self)
+
+
+def test_a_first_worker_that_comes_late_is_waited_for_if_the_run_made_the_cluster(
+    tmp_path: Path,
+) -> None:
+    """A job may queue for longer than `workers_timeout_s`."""
+    limit_s = 0.5
+    params = TrainParams(
+        workload="tests.workloads.tiny",
+        storage=str(tmp_path / "store"),
+        cluster=ClusterParams(cluster_class=f"{__name__}.{QueuedCluster.__name__}"),
+        workers_timeout_s=limit_s,
+        world_size=1,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(train_flow, params)
+        try:
+            wait_until(lambda: QueuedCluster.made or running.done())
+            began_s = time.monotonic()
+            wait_until(lambda: running.done() or time.monotonic() - began_s > 10 * limit_s)
+            assert not running.done()
+        finally:
+            QueuedCluster.made.pop().scale(1)
+        assert running.result().world_size == 1
+
+
+def test_a_cluster_that_is_emptied_under_a_task_is_a_loss_of_the_task() -> None:
+    """The flow submits it again, which a cluster without a worker from the start doesn't get."""
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        future = client.submit(time.sleep, HANG_S)
+        wait_until(lambda: any(client.processing().values()))
+        watch = TaskWatch(client, future, owns_workers=False, workers_timeout_s=0.5)
+        watch.look()
+        cluster.scale(0)
+        with pytest.raises(SupervisorLostError, match="the cluster lost all its workers"):
+            wait_until(watch.look)
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
