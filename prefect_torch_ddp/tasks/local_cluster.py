@@ -24,6 +24,11 @@ HEARTBEAT_S = 5.0
 in each second, which two ranks that fill two cores wait for."""
 CLOSE_S = 30.0
 """How long a nanny may take to close its worker; it kills it after some 5 s itself."""
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 60.0
+"""How long to wait after a worker that did not start: twice as long each time, up to this."""
+
+logger = logging.getLogger(__name__)
 
 
 class NannyProcess(ProcessInterface):
@@ -45,16 +50,22 @@ class NannyProcess(ProcessInterface):
         self._watch = asyncio.create_task(self._replace_killed())
 
     async def _start(self) -> None:
+        if self._writer is not None:
+            self._writer.close()  # of the one that was killed
         ours, theirs = socket.socketpair()
         # In a session of its own: a Ctrl-C in the terminal is meant for the flow, which closes it.
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", nanny.__name__, str(theirs.fileno())),
-            env={nanny.LOG_LEVEL: "warning", **os.environ},
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", nanny.__name__, str(theirs.fileno())),
+                    env={nanny.LOG_LEVEL: "warning", **os.environ},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._writer.write(self._given)
         answer = await reader.readline()
@@ -67,8 +78,17 @@ class NannyProcess(ProcessInterface):
     async def _replace_killed(self) -> None:
         """Start another when the nanny's process was killed, by the kernel for instance."""
         assert self._process is not None
+        pause_s = FIRST_PAUSE_S
         while await self._process.wait() != 0:
-            await self._start()
+            try:
+                await self._start()
+                pause_s = FIRST_PAUSE_S
+            except (OSError, RuntimeError) as error:
+                # Too little memory or too many processes, perhaps only for now.
+                words = "a killed worker could not be replaced, next try in %g s: %s"
+                logger.warning(words, pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     async def close(self) -> None:
         """Close it, gracefully if it can."""

@@ -179,6 +179,30 @@ def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Pa
             train_flow(params)
 
 
+def test_a_worker_that_cant_be_replaced_at_once_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so, and no connection to the killed ones stays open."""
+
+    def nannies() -> list[int]:
+        try:
+            return [*client.run(os.getppid).values()]
+        except OSError:  # its end is not known yet
+            return []
+
+    def connections() -> int:
+        return len(psutil.Process().net_connections("unix"))
+
+    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
+        num_before, (killed,) = connections(), nannies()
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/nowhere/python")
+            psutil.Process(killed).kill()
+            wait_until(lambda: "a killed worker could not be replaced" in caplog.text)
+        wait_until(lambda: any(pid != killed for pid in nannies()))
+        wait_until(lambda: connections() == num_before)
+
+
 class QueuedCluster(LocalCluster):
     """A cluster as a batch system's: it is made at once, and its first job starts later."""
 
@@ -210,7 +234,7 @@ def test_a_first_worker_that_comes_late_is_waited_for_if_the_run_made_the_cluste
             assert not running.done()
         finally:
             QueuedCluster.made.pop().scale(1)
-        assert running.result().world_size == 1
+        assert running.result().training.world_size == 1
 
 
 def test_a_cluster_that_is_emptied_under_a_task_is_a_loss_of_the_task() -> None:
