@@ -13,6 +13,7 @@ from prefect_torch_ddp.protocol.rank import is_installed
 PACKAGE = "prefect_torch_ddp"
 LEFT_OUT = {*sys.stdlib_module_names, "torch", "numpy", PACKAGE}
 """Python's own, and what every run names anyway."""
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def imported_packages(source: Path, module: str) -> set[str]:
@@ -44,7 +45,8 @@ class _ImportReader:
         spec = None if top in LEFT_OUT else find_module(top)
         if spec is None:  # it isn't there, or a finder of its own finds it
             return
-        if top != self._own and is_installed(spec.origin or next(iter(folders_of(spec)), "")):
+        place = spec.origin or next(iter(folders_of(spec)), "")
+        if top != self._own and (is_installed(place) or _is_among_packages(place)):
             self.packages.add(top)
         else:
             self._read_module(module)
@@ -59,6 +61,14 @@ class _ImportReader:
         spec = find_module(name)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
             self.read_file(Path(spec.origin), name if folders_of(spec) else parent)
+
+
+def _is_among_packages(place: str) -> bool:
+    """Whether a module lies in another Python's packages, as of a cluster's environment modules.
+
+    To read all that such a package imports takes minutes, in which the run would have no page.
+    """
+    return not PACKAGE_FOLDERS.isdisjoint(Path(place).parts)
 
 
 @functools.lru_cache(maxsize=256)  # an evaluation reads the same modules again
