@@ -1,7 +1,8 @@
 """What is never put on record or shown: values named like secrets, and credentials within texts.
 
 A name is read word by word (`hfToken` is `hf token`), so that `pad_token` and `token_dim` stay
-visible. When the words don't decide, the value is hidden.
+visible. When the words don't decide, the value is hidden. What is hidden leaves `(hidden)` in its
+place, so that no reader takes the rest for the whole value.
 """
 
 import re
@@ -16,13 +17,17 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _STRONG = _words(
-    """password passwords passwd passphrase passcode pwd secret secrets credential credentials
-    authorization bearer cookie cookies dsn apikey apitoken accesskey authkey privatekey
-    secretkey authtoken accesstoken sas"""
+    """passcode pwd dbpwd userpwd dbpass userpass authorization bearer cookie cookies dsn sas
+    authkeys"""
 )
-"""Words whose values are secrets, whatever stands before them; also as numbers."""
+"""Words whose values are secrets, whatever stands before them."""
+_STRONG_PART = re.compile(
+    r"passw(?:or)?d|passphrase|secret(?!ar|e|ion)|credential"
+    r"|(?:api|access|private|auth)key|(?:api|access|auth)token"
+)
+"""The same within a word, as in `PGPASSWORD`, `clientsecret` and `wandbapikey`."""
 _PAIRS = frozenset(
     f"{first} {second}"
     for second in ("key", "keys", "token", "tokens")
@@ -45,15 +50,24 @@ _ORDINARY = {
     "auth": _words("no use with"),
     "pass": _words("forward backward one first second single two multi num n per low high band"),
 }
-_SIGNATURE = re.compile(r"(?:^|[-_.])(?:sig|signature|code)$", re.IGNORECASE)
+_IN_QUERY = re.compile(r"(?:^|[-_.])(?:sig|code)$|(?:signature|token|key)$", re.IGNORECASE)
 """Further names of secrets in a URL's query."""
+_MIN_DIGITS = 4
+"""Digits from which a number is hidden whose name has a secret's words before its last one."""
 _MIN_RANDOM = 20
 """Characters from which a mixture of letters and digits under the name `key` is hidden."""
 
+_URL_USER = re.compile(
+    r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://"
+    r"(?P<user>[^\s/@:?#\[\"']*:(?!\d{1,5}(?:[/\"']|$))[^\s?#]{0,1000}|[^\s/@?#\"']+)@(?!sha\d+:)"
+)
+"""`scheme://user:pa/ss@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`."""
+_USER_IS_PLAIN = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
+"""Schemes whose URLs have a user or a container before `@`, which is no secret by itself."""
 _USER = re.compile(
-    r"(?<=://)(?:[^\s/@:?#\[]*:(?!\d{1,5}(?:/|$))[^\s?#]*|[^\s/@?#]+)@"  # user:pa/ss@, key@
-    r"|(?<![\w:/])[A-Za-z][\w.+-]*:[^\s/@:]+@(?=[\w.-]+)"  # user:password@host
-    r"|(?<![\w:])(?<=//)[^\s/@?#]+@"
+    r"(?<![\w:/.+-])(?!mailto:)[A-Za-z][\w.+-]*+:[^\s/@:]+@"  # user:password@host.org, host:80
+    r"(?=(?:[\w-]+\.)+[A-Za-z]{2,}\b|\d+(?:\.\d+){3}\b|localhost\b|[\w.-]+:\d{1,5}\b)(?!sha\d+:)"
+    r"|(?<=(?<![\w:/])//)[^\s/@?#]+@"
 )
 _SCHEME = re.compile(
     r"\b(bearer(?= (?!tokens?\b)\S{4})|(?:basic|digest)(?= [^\s\"',;]*[\d=]))\s+[^\s\"',;]+",
@@ -65,37 +79,42 @@ _KNOWN = re.compile(
     r"|sk-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?)"
 )
 """Keys that their issuers made to be recognised."""
-_NAMED = re.compile(
-    r"(?P<head>(?P<name>[A-Za-z_][\w.-]*)[\"']?\s*[=:]\s*)"
-    r"(?P<value>\"[^\"]*\"|'[^']*'|(?!//)(?:(?:[Bb]earer|[Bb]asic|[Dd]igest) )?[^\s;,&\"'(]+)"
+_HEAD = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]++)(?:\\*[\"']?\s*[=:]+>?\s*|(?P<gap>\s+|[\"'],\s*(?=[\"'])))"
 )
-"""`NAME=value`, `name: value` and `"name": "value"`."""
-_OPTION = re.compile(r"(?P<head>(?<!\S)--?(?P<name>[A-Za-z][\w-]*)\s+)(?P<value>[^\s-]\S*)")
+"""`NAME=`, `name: `, `"name": `; with `gap` an option's name, if it is one."""
+_QUOTED = re.compile(
+    r"[bBrRuU]?(?:\"(?:[^\"\\]|\\.)*(?:\"|$)|'(?:[^'\\]|\\.)*(?:'|$))[^\s,;&)}\]\"'\\]*"
+    r"|(?P<quote>\\+[\"'])(?:.*?(?<!\\)(?P=quote)|.*)"
+    r"|(?:\{[^}]*(?:\}|$)|\[[^\]]*(?:\]|$)|\([^)]*(?:\)|$))[^\s,;&)}\]\"'\\]*",
+    re.DOTALL,
+)
+"""A value in quotes or brackets, which a cut may have left open; escaped quotes may be in it, or
+around it."""
+_BARE = re.compile(r"(?:(?:bearer|basic|digest|token|apikey) +)?\S+", re.IGNORECASE)
+_HEADER = re.compile(r"(?:[A-Za-z][\w-]* +)?\S+(?:(?<=,)\s+\S+)*")
+"""Of `Authorization`: a scheme, and one value or several, after commas."""
+_OF_QUERY = re.compile(r"[^\s&#]+")
+_NUMBER = re.compile(r"\d+")
+_CLOSING = "\"')]},"
+_IS_HIDDEN = re.compile(r"\(hidden\)(?=[\s\"')\]},;&]|$)")
 _PRIVATE = re.compile(r"-----BEGIN[A-Z ]* PRIVATE KEY-----.*?(?:-----END[^-]*-----|$)", re.DOTALL)
 
 
 def is_secret(name: str, value: Any = "") -> bool:
     """Tell by a name, dotted or not, and the kind of its value whether that is a secret."""
-    words = [word.lower() for word in _WORD.findall(name)]
+    words = _words_of(name)
     if value is None or isinstance(value, bool) or not words:
         return False
-    if isinstance(value, int | float):  # max_tokens, secret_santa_rows
-        return words[-1] in _STRONG
-    pairs = {f"{first} {second}" for first, second in pairwise(words)}
-    if _STRONG.intersection(words) or _PAIRS & pairs:
-        return True
-    last = words[-1]
-    if len(words) == 1 and last in {"key", "keys", "pass"}:
-        return _is_random(value)
-    ordinary = _ORDINARY.get(last if last == "pass" else last.removesuffix("s"), frozenset())
-    return last in _LAST and not ordinary.intersection(words[-2:-1])
+    if isinstance(value, int | float):
+        return _is_secret_number(words, is_long=abs(value) >= 10 ** (_MIN_DIGITS - 1))
+    return _has_strong(words) or _is_last(words, value)
 
 
 def without_credentials(text: str) -> str:
-    """Return a text without the users, passwords and keys that are recognised in it."""
-    text = _PRIVATE.sub(HIDDEN, text)
-    text = _USER.sub("", text)
-    text = _OPTION.sub(_without_value, _NAMED.sub(_without_value, text))
+    """Return a text with `(hidden)` for the users, passwords and keys that are recognised in it."""
+    text = _without_named(_PRIVATE.sub(HIDDEN, text))
+    text = _USER.sub(f"{HIDDEN}@", _URL_USER.sub(_without_user, text))
     return _KNOWN.sub(HIDDEN, _SCHEME.sub(rf"\1 {HIDDEN}", text))
 
 
@@ -105,8 +124,9 @@ def hidden(name: str, value: Any) -> Any:
         named = value.get("name")  # {"name": "API_KEY", "value": "..."}, as Kubernetes has it
         if isinstance(named, str) and "value" in value and is_secret(named, value["value"]):
             value = {**value, "value": HIDDEN}
-        is_all = is_secret(name) and _STRONG.intersection(map(str.lower, _WORD.findall(name)))
-        return HIDDEN if is_all else {key: hidden(str(key), item) for key, item in value.items()}
+        if _has_strong(_words_of(name)):
+            return HIDDEN
+        return {key: hidden(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [hidden(_flag(value, at) or name, item) for at, item in enumerate(value)]
     if is_secret(name, value):
@@ -121,14 +141,84 @@ def _flag(values: Sequence[Any], at: int) -> str:
     return before.lstrip("-") if is_flag else ""
 
 
-def _without_value(found: re.Match[str]) -> str:
-    name, value = found["name"], found["value"]
-    in_query = found.start() > 0 and found.string[found.start() - 1] in "?&"
-    is_named = is_secret(name, int(value) if value.isdecimal() else value)
-    if value == HIDDEN or not (is_named or (in_query and _SIGNATURE.search(name))):
-        return found[0]
-    quote = value[0] if value[:1] in {'"', "'"} else ""
-    return f"{found['head']}{quote}{HIDDEN}{quote}"
+def _words_of(name: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(name)]
+
+
+def _is_strong(word: str) -> bool:
+    return word in _STRONG or _STRONG_PART.search(word) is not None
+
+
+def _has_strong(words: Sequence[str]) -> bool:
+    pairs = {f"{first} {second}" for first, second in pairwise(words)}
+    return any(map(_is_strong, words)) or bool(_PAIRS & pairs)
+
+
+def _is_last(words: Sequence[str], value: Any) -> bool:
+    last = words[-1]
+    if len(words) == 1 and last in {"key", "keys", "pass"}:
+        return _is_random(value)
+    return last in _LAST and not _is_ordinary(words)
+
+
+def _is_ordinary(words: Sequence[str]) -> bool:
+    last = words[-1]
+    ordinary = _ORDINARY.get(last if last == "pass" else last.removesuffix("s"), frozenset())
+    return bool(ordinary.intersection(words[-2:-1]))
+
+
+def _is_secret_number(words: Sequence[str], *, is_long: bool) -> bool:
+    """Tell whether a number is a secret: not max_tokens, nor 12 secret_santa_rows."""
+    is_pass = words[-1] == "pass" and _is_last(words, 0)
+    return _is_strong(words[-1]) or (is_long and (is_pass or _has_strong(words)))
+
+
+def _without_user(found: re.Match[str]) -> str:
+    is_plain = ":" not in found["user"] and found["scheme"].lower() in _USER_IS_PLAIN
+    return found[0] if is_plain else f"{found['scheme']}://{HIDDEN}@"
+
+
+def _without_named(text: str) -> str:
+    """Hide what follows a secret's name: `NAME=x`, `name: x`, `"name": "x"`, `--name x`."""
+    shown, end = [], 0
+    for head in _HEAD.finditer(text):
+        if head.start() < end or not (value := _value_after(head)):
+            continue
+        quote = found[0] if (found := re.match(r"\\*[\"']", value)) else ""
+        shown += [text[end : head.end()], f"{quote}{HIDDEN}{quote}"]
+        end = head.end() + len(value)
+    return "".join([*shown, text[end:]])
+
+
+def _value_after(head: re.Match[str]) -> str:
+    """Return the secret that follows a name; nothing if none does."""
+    text, name, at = head.string, head["name"], head.end()
+    words, before = _words_of(name), text[max(0, head.start() - 2) : head.start()]
+    is_in_query = before[-1:] in {"?", "&"}
+    is_of_query = is_in_query and _IN_QUERY.search(name) and not _is_ordinary(words)
+    may_be = is_of_query or (words and (words[-1] in _LAST or _has_strong(words)))
+    if not may_be or (head["gap"] and not _is_option(head, before)) or _IS_HIDDEN.match(text, at):
+        return ""
+    if text[at - 1] == ":" and (before == "//" or text.startswith("//", at)):  # a URL's
+        return ""
+    kind = _OF_QUERY if is_in_query else _HEADER if {"authorization", "auth"} & {*words} else _BARE
+    found = _QUOTED.match(text, at)
+    value = found[0] if found else _match(kind, text, at).rstrip(_CLOSING)
+    if _NUMBER.fullmatch(value) and not is_of_query:
+        return value if _is_secret_number(words, is_long=len(value) >= _MIN_DIGITS) else ""
+    return value if is_of_query or is_secret(name, value) else ""
+
+
+def _match(kind: re.Pattern[str], text: str, at: int) -> str:
+    return found[0] if (found := kind.match(text, at)) else ""
+
+
+def _is_option(head: re.Match[str], before: str) -> bool:
+    """Tell whether what follows a name after a gap is its value: not in prose, nor after a flag."""
+    after = _HEAD.match(head.string, head.end())
+    is_flag = after is not None and after["name"].startswith("-") and is_secret(after["name"])
+    is_alone = not before or before[-1].isspace() or before[-1] in "\"'"
+    return head["name"].startswith("-") and is_alone and not is_flag
 
 
 def _is_random(value: Any) -> bool:

@@ -9,12 +9,14 @@ api_key apikey token tokens hf_token hfToken githubToken slackToken apiToken bea
 HF_TOKEN password db_pwd pwd passcode passphrase wandb_key encryption_key account_key
 signing_key ssh_key license_key sas connection_string connectionString dsn Authorization
 bearer cookie aws_secret auth pat AWS_SECRET_ACCESS_KEY access_key_id model.api_key
+PGPASSWORD dbpassword clientsecret mypasswd awssecretaccesskey dbpass wandbapikey DBPassword
+githubaccesstoken token2 password_2
 """
 ORDINARY_NAMES = """
 tokenizer num_tokens max_tokens pad_token eos_token eos_token_id cls_token mask_token
 token_dropout token_dim token_type max_token_len per_token_loss token_limit pass_words
 n_token token_level stop_tokens key sort_key run_key cache_key image_key query_key
-keyboard monkey forward_pass author authority
+keyboard monkey forward_pass author authority 2pass secretary compass bypass
 """
 
 
@@ -39,21 +41,61 @@ def test_a_number_is_no_key(name: str) -> None:
     assert hidden("db_password", 12345678) == HIDDEN
 
 
+@pytest.mark.parametrize("name", ["api_key", "DB_PASS", "PGPASSWORD", "password1"])
+def test_a_long_number_under_a_secrets_name_is_hidden(name: str) -> None:
+    """Passwords and keys may have digits only."""
+    assert hidden(name, 1234) == HIDDEN
+    assert without_credentials(f"{name}=1234, lr=0.1") == f"{name}={HIDDEN}, lr=0.1"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "batch_tokens", "eos_token_id", "num_keys"])
+def test_a_long_number_of_tokens_stays(name: str) -> None:
+    """Sizes and indices of language models are numbers."""
+    assert hidden(name, 128256) == 128256
+    assert without_credentials(f"{name}=128256") == f"{name}=128256"
+
+
+@pytest.mark.parametrize("name", ["api_keys", "credentials", "clientsecrets"])
+def test_a_mapping_under_a_secrets_name_is_hidden_as_a_whole(name: str) -> None:
+    """Its own names say nothing."""
+    assert hidden(name, {"openai": "x"}) == HIDDEN
+
+
 SECRET_TEXTS = {
-    "postgresql://user:p@SSS@host/db": "postgresql://host/db",
-    "postgresql://user:pa/SSS@host/db": "postgresql://host/db",
-    "mysql+pymysql://u:SSS%40@h/x": "mysql+pymysql://h/x",
-    "s3://KEY:SSS@bucket/x": "s3://bucket/x",
-    "https://SSS@host/x": "https://host/x",
-    "user:SSS@host": "host",
+    "postgresql://user:p@SSS@host/db": "postgresql://(hidden)@host/db",
+    "postgresql://user:pa/SSS@host/db": "postgresql://(hidden)@host/db",
+    "mysql+pymysql://u:SSS%40@h/x": "mysql+pymysql://(hidden)@h/x",
+    "s3://KEY:SSS@bucket/x": "s3://(hidden)@bucket/x",
+    "https://SSS@host/x": "https://(hidden)@host/x",
+    "user:SSS@host.org": "(hidden)@host.org",
     "https://h/x?sig=SSS&se=1": "https://h/x?sig=(hidden)&se=1",
     "https://h/x?X-Amz-Signature=SSS": "https://h/x?X-Amz-Signature=(hidden)",
     "https://h/#access_token=SSS": "https://h/#access_token=(hidden)",
     "https://h/x?pwd=SSS": "https://h/x?pwd=(hidden)",
-    "AccountName=a;AccountKey=SSS==;x": "AccountName=a;AccountKey=(hidden);x",
+    "AccountName=a;AccountKey=SSS==;x": "AccountName=a;AccountKey=(hidden)",
     "WANDB_API_KEY=SSS python train.py": "WANDB_API_KEY=(hidden) python train.py",
     "--password SSS --lr 0.1": "--password (hidden) --lr 0.1",
     '{"password": "SSS", "lr": 1}': '{"password": "(hidden)", "lr": 1}',
+    "//u:SSS@h/x": "//(hidden)@h/x",
+    "password=SS,SSS": "password=(hidden)",
+    "password=SS;SSS lr=1": "password=(hidden) lr=1",
+    "password=a(SSS": "password=(hidden)",
+    "Config(password=SSS, lr=1)": "Config(password=(hidden), lr=1)",
+    r'{"password": "a\"b SSS", "lr": 1}': '{"password": "(hidden)", "lr": 1}',
+    r'"{\"password\": \"a SSS\", \"lr\": 1}"': r'"{\"password\": \"(hidden)\", \"lr\": 1}"',
+    "{'password': 'it\\'s SSS', 'lr': 1}": "{'password': '(hidden)', 'lr': 1}",
+    'password: "cut SSS': 'password: "(hidden)"',
+    "password:ab@SSS.org": "password:(hidden)",
+    "env: DB_PASSWORD=SSS": "env: DB_PASSWORD=(hidden)",
+    "credentials: {'user': 'SSS', 'p': 'SSS'} x": "credentials: (hidden) x",
+    "--password -SSS --lr 0.1": "--password (hidden) --lr 0.1",
+    "--use-token --api-token SSS": "--use-token --api-token (hidden)",
+    "['run', '--password', 'SSS']": "['run', '--password', '(hidden)']",
+    "Authorization: token SSSSSS": "Authorization: (hidden)",
+    "-H 'Authorization: token SSS' -v": "-H 'Authorization: (hidden)' -v",
+    "Authorization: Digest username=SSS, response=SSS": "Authorization: (hidden)",
+    "https://h/x?hftoken=SSS&a=1": "https://h/x?hftoken=(hidden)&a=1",
+    "https://h/x?key=SSS": "https://h/x?key=(hidden)",
     "Bearer eySSS": "Bearer (hidden)",
     "Authorization: Bearer SSSSSS": "Authorization: (hidden)",
     "Basic dXNlcjSSSdw==": "Basic (hidden)",
@@ -84,6 +126,17 @@ def test_credentials_within_a_text_are_hidden(text: str) -> None:
         "basic Training",
         "s3://b/x?versionId=abc",
         "return code=abc",
+        "timm:resnet50@v1",
+        "timm:resnet50@v1.2",
+        "docker://repo:tag@sha256:abc",
+        "nvidia/pytorch:24.01@sha256:abc",
+        "path//name:x/y@v1",
+        "ssh://git@github.com/x/y.git",
+        "abfss://container@account.dfs.core.windows.net/x",
+        '{"url":"s3://b","to":"x:y@z"}',
+        "https://h/x?sort_key=a",
+        "--use-auth --lr 0.1",
+        "password: (hidden)",
     ],
 )
 def test_a_text_without_credentials_stays(text: str) -> None:

@@ -22,21 +22,23 @@ def put_on_record(storage: DirectoryStorage, options: dict[str, Any], *, flow: b
 def test_the_parameters_come_back(tmp_path: Path) -> None:
     """All of them, with the dataset's id and the experiment."""
     storage = DirectoryStorage(tmp_path)
-    put_on_record(storage, {"epochs": 3, "about": {"names": ["a <b>", "a of 3"]}})
+    given = {"names": ["a <b>", "a of 3", "timm:resnet50@v1", "docker://repo:tag@sha256:abc"]}
+    put_on_record(storage, {"epochs": 3, "about": given})
     params, dataset_id, experiment = recorded_params(storage, "r")
     assert (params.options["epochs"], dataset_id, experiment) == (3, "d", "e")
-    assert params.options["about"] == {"names": ["a <b>", "a of 3"]}
+    assert params.options["about"] == given
 
 
 @pytest.mark.parametrize(
     ("options", "flow", "why"),
     [
         ({"net": [{"api_token": "x"}]}, True, r"\['options.net'\] is not on record"),
+        ({"table": "postgresql://me:x@host/db"}, True, r"\['options.table'\] is not on record"),
         ({"rows": list(range(2_000))}, True, r"\['options.rows'\] is not on record"),
         ({"fn": Path.cwd}, True, r"\['options.fn'\] is not on record"),
         ({}, False, "it is no run of train_flow"),
     ],
-    ids=["hidden", "long", "not plain", "no flow"],
+    ids=["hidden", "a URL with a user", "long", "not plain", "no flow"],
 )
 def test_what_is_not_on_record_is_named(
     tmp_path: Path, options: dict[str, Any], flow: bool, why: str
