@@ -15,7 +15,7 @@ _TRAINING = frozenset(["train", "training"])
 _VALIDATION = frozenset(["val", "valid", "validation", "eval", "evaluation", "test", "holdout"])
 _LOWER = frozenset(
     """loss losses error errors err mse rmse mae mape smape nll perplexity ppl wer cer ter fid kid
-    brier crps distance divergence gap inaccuracy regret eer ece bpc bpd negative misses mistakes
+    brier crps distance divergence gap inaccuracy regret eer ece bpc bpd misses mistakes
     failures hausdorff lpips""".split()  # noqa: SIM905 - words read better
 )
 _HIGHER = frozenset(
@@ -24,7 +24,17 @@ _HIGHER = frozenset(
     kendall corr correlation em reward return returns sensitivity specificity elbo correct
     likelihood top""".split()  # noqa: SIM905 - words read better
 )
-_HIGHER_PAIRS = frozenset(["exact match", "win rate", "pass at", "r squared", "success rate"])
+_HIGHER_PAIRS = frozenset(
+    [
+        *["exact match", "win rate", "pass at", "r squared", "success rate", "predictive value"],
+        *["true negative", "true negatives", "true positive", "true positives"],
+    ]
+)
+_LOWER_PAIRS = frozenset(["false negative", "false negatives", "false positive", "false positives"])
+_LOGS = frozenset(["negative log", "neg log"])
+"""Before `likelihood`: better when lower."""
+_NEGATED = frozenset("mean median root squared absolute log brier".split())  # noqa: SIM905
+"""Words of the errors that scikit-learn turns around: `neg_mean_squared_error`."""
 
 
 def words_of(metric: str) -> tuple[str, ...]:
@@ -57,13 +67,22 @@ def quantity(metric: str) -> str:
 def direction(metric: str) -> Direction | None:
     """Return which of a metric's values are better; None if the name doesn't say.
 
-    A word for an error beats one for a score: `val_top1_error`, `fid_score`.
+    A word for an error beats one for a score: `val_top1_error`, `fid_score`. A leading `neg` turns
+    an error around, as in scikit-learn's names; `neg_loss` may be a loss of negative samples.
     """
     words = words_of(metric)
-    if _LOWER.intersection(words):
-        return "min"
+    while words and words[0] in {*_TRAINING, *_VALIDATION, "dev"}:
+        words = words[1:]
     pairs = {f"{first} {second}" for first, second in pairwise(words)}
-    return "max" if _HIGHER.intersection(words) or _HIGHER_PAIRS & pairs else None
+    is_likelihood = "likelihood" in words and bool(_LOGS & pairs)
+    if words[:1] == ("neg",) and not is_likelihood:
+        is_turned = _NEGATED.intersection(words) and _LOWER.intersection(words)
+        return "max" if is_turned else None
+    if is_likelihood or _LOWER.intersection(words) or _LOWER_PAIRS & pairs:
+        return "min"
+    is_known = "negative" not in words or bool(_HIGHER_PAIRS & pairs)
+    is_score = bool(_HIGHER.intersection(words) or _HIGHER_PAIRS & pairs)
+    return "max" if is_score and is_known else None
 
 
 _KNOWN = _TRAINING | _VALIDATION | _LOWER | _HIGHER

@@ -9,13 +9,19 @@ val_acc val_map val_mAP50 val_mAP val/mAP val_kappa val_mcc val_psnr val_ssim va
 val_hit_rate val_spearman val_pearson_corr val_exact_match val_reward val_return val_em
 val_sensitivity val_specificity val_jaccard val_elbo val_r_squared val_win_rate val_pass_at_1
 val_correct val_log_likelihood top1 valAccuracy F1 R2 mIoU dice bleu score
+val_true_negative_rate negative_predictive_value neg_mean_squared_error neg_log_loss
+test_neg_root_mean_squared_error neg_brier_score
 """
 LOWER = """
 loss val_loss val_top1_error val_top5_err val_brier_score val_fid_score val_error val_rmse
 val_perplexity val_wer val_crps val_accel_error val_map_error val_inaccuracy val_recall_error
 val_anomaly_score_mse val_precision_gap val_face_error val_acc_error negative_log_likelihood nll
+neg_log_likelihood val_negative_log_likelihood false_negative_rate negative_mse
 """
-UNKNOWN = "lr speed val_oddness temperature accelerate mapping entropy epoch"
+UNKNOWN = """
+lr speed val_oddness temperature accelerate mapping entropy epoch neg_loss neg_acc negative_elbo
+negative_recall
+"""
 
 
 @pytest.mark.parametrize("name", HIGHER.split())
