@@ -54,10 +54,18 @@ def headline(view: RunView) -> str:
     # Without a step of its own the last attempt on record is an earlier one.
     if last and last.step is not None and training.newest is not None and status == "failed":
         status += f" in step {count(last.step)}"
-    # Without the flow and the package: a long name has no place to break its line.
-    name = short(re.split(r"[./]", view.record.experiment)[-1])
+    name = short(_short_name(view.record.experiment))
     parts = [f"# {name}: {status}", ending, awaited_rank(view.ranks)]
     return " · ".join(filter(None, parts))
+
+
+def _short_name(experiment: str) -> str:
+    """Leave out flow, deployment and package: a long name has no place to break its line.
+
+    A task's name may have its `run_key` after a colon, with any characters in it.
+    """
+    names, *key = re.split(r":(?!\s)", experiment, maxsplit=1)
+    return ":".join([re.split(r"[./]", names)[-1], *key])
 
 
 def best(view: RunView) -> str:

@@ -83,17 +83,30 @@ def _trouble(view: RunView) -> str:
 
 
 def _facts(view: RunView) -> str:
-    training, every_s = view.training, view.training.checkpoint_every_s
+    training = view.training
     facts = {
         "Run": code(view.record.run_id),
         "World size": f"{training.world_size} ranks" if training.world_size else "",
         "Attempt": str(training.attempt),
-        "Checkpoints": "" if every_s is None else f"every {duration(every_s)}",
+        "Checkpoints": _when_saved(view),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
         "Logs": code(view.logs),
     }
     return fact_table(facts)
+
+
+def _when_saved(view: RunView) -> str:
+    """Say what makes a checkpoint due: whichever comes first."""
+    policy, every_s = view.record.parameters.get("checkpoint"), view.training.checkpoint_every_s
+    units = {"every_steps": "step", "every_epochs": "epoch"}
+    given = {} if not isinstance(policy, Mapping) else policy
+    whens = []
+    for name, unit in units.items():
+        if isinstance(every := given.get(name), int):
+            whens.append(f"every {unit}" if every == 1 else f"every {count(every)} {unit}s")
+    by_time = "" if every_s is None else f"by time, every {duration(every_s)}"
+    return "; ".join([*whens, *filter(None, [by_time])])
 
 
 def _metrics(view: RunView) -> str:

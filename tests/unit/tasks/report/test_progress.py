@@ -46,7 +46,7 @@ def test_the_page_shows_where_the_training_is():
         ["Run", f"`{record.run_id}`"],
         ["World size", "3 ranks"],
         ["Attempt", "2"],
-        ["Checkpoints", "every 5.0 s"],
+        ["Checkpoints", "every 5 steps; by time, every 5.0 s"],
         ["Elapsed", "1 min 5 s"],
     ]
     assert ["lr", "2", "1 (step 1)", "2 (step 2)"] in metrics

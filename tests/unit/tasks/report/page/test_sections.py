@@ -74,6 +74,36 @@ def test_the_report_has_all_that_a_reader_asks_for():
     ]
 
 
+@pytest.mark.parametrize(
+    ("experiment", "title"),
+    [
+        ("line/flows.cats/fit:lr=0.1", "fit:lr=0.1"),
+        ("line/nightly/flows.cats/fit:a/b:c", "fit:a/b:c"),
+        ("exp: cats/flows.cats/fit", "fit"),
+        ("train-ddp/nightly/flows.digits", "digits"),
+    ],
+)
+def test_the_title_is_the_tasks_name_with_its_whole_run_key(experiment: str, title: str):
+    """Whatever stands in the key."""
+    page = page_of(record=RECORD.model_copy(update={"experiment": experiment}))
+    assert page.startswith(f"# {title}: training")
+
+
+@pytest.mark.parametrize(
+    ("policy", "every_s", "shown"),
+    [
+        ({"every_s": None, "every_steps": 1000}, None, "every 1,000 steps"),
+        ({"every_epochs": 1}, 2.0, "every epoch; by time, every 2.0 s"),
+        ({}, 2.0, "by time, every 2.0 s"),
+    ],
+)
+def test_all_that_makes_a_checkpoint_due_is_shown(policy, every_s: float | None, shown: str):
+    """By steps, by epochs and by time: whichever comes first."""
+    record = RECORD.model_copy(update={"parameters": {"checkpoint": policy}})
+    page = page_of(TrainingProgress(4, checkpoint_every_s=every_s), record)
+    assert ["Checkpoints", shown] in tables(page)[0]
+
+
 def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
     """64 ranks, 200 classes, 500 epochs, many metrics, failures and checkpoints, each with a name
     or a text that would put something into the page; what isn't a number is a word."""
