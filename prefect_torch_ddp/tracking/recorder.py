@@ -66,7 +66,7 @@ class RunRecorder:
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
         self._is_superseded = self._has_looked_up = False
-        self._ended_epoch: int | None = None
+        self._said_epoch = 0, 0
         self._is_last = False
         """Whether the training has ended, and is not tried again."""
         self._has_news = True
@@ -107,8 +107,6 @@ class RunRecorder:
         state = "completed" if error is None else "failed"
         state = "cancelled" if isinstance(error, CANCELS) else state
         cause, newest = _cause_of(error), self._newest
-        if error is None and newest and newest.step == newest.total_steps:
-            self._ended_epoch = newest.epoch
         self._close(self._own[-1].attempt if self._own else 0, cause, None)
         self._update(
             state=state,
@@ -122,7 +120,10 @@ class RunRecorder:
 
     def flush(self) -> None:
         """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds."""
-        self._say_epoch()
+        newest = self._newest
+        is_whole = self.record.state == "completed" and newest and newest.step == newest.total_steps
+        if newest and is_whole and self._own:
+            self._say_epoch((self._own[-1].attempt, newest.epoch))
         if self._is_last:
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
             record = self.record
@@ -143,10 +144,16 @@ class RunRecorder:
                 self._has_news = True
                 raise
 
-    def read(self, metrics: Mapping[str, float]) -> None:
-        """Take in the last value of each metric, as read from the ranks' records."""
+    def read(self, metrics: Mapping[str, float], epoch: tuple[int, int]) -> None:
+        """Take in what was read from the ranks' records.
+
+        Args:
+            metrics: the last value of each.
+            epoch: an attempt, and its newest epoch of which all records have been read.
+        """
         self._update(metrics=dict(metrics))
-        self._say_epoch()
+        if self._own and epoch[0] == self._own[-1].attempt:  # not of an earlier task run
+            self._say_epoch(epoch)
 
     def measure(self, lines: Sequence[TimingLine], goodput: Goodput | None) -> None:
         """Add what the ranks wrote down of themselves: where their time went, and on what."""
@@ -173,9 +180,7 @@ class RunRecorder:
         self._emit(kind, step=checkpoint.step if checkpoint else 0)
 
     def _advance(self, progress: Progress) -> None:
-        before, self._newest = self._newest, progress
-        if before is not None and progress.epoch > before.epoch:
-            self._ended_epoch = progress.epoch - 1  # said when its records have been read
+        self._newest = progress
         self._events.send_due()
 
     def _commit(self, committed: CheckpointCommitted) -> None:
@@ -207,11 +212,12 @@ class RunRecorder:
             if each.attempt == attempt and each.ended is None:
                 self._own[i] = each.model_copy(update=end)
 
-    def _say_epoch(self) -> None:
+    def _say_epoch(self, epoch: tuple[int, int]) -> None:
         with self._lock:
-            epoch, self._ended_epoch = self._ended_epoch, None
-        if epoch is not None:
-            self._emit("epoch.completed", epoch=epoch, metrics=dict(self.record.metrics))
+            is_new = epoch[1] > 0 and epoch > self._said_epoch
+            self._said_epoch = max(epoch, self._said_epoch)
+        if is_new:
+            self._emit("epoch.completed", epoch=epoch[1], metrics=dict(self.record.metrics))
 
     def _emit(self, name: str, **payload: Any) -> None:
         last = self._own[-1] if self._own else None

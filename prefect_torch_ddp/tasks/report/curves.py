@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 
 MAX_BINS = 2000
+MIN_LAG_S, LAG_SHARE = 60.0, 1 / 32
+"""A rank whose newest record is older than rank 0's by more, in seconds and as a share of the
+training's age, reports seldom: twice what ranks hold back before they write a part."""
 
 
 def _no_sums() -> Floats:
@@ -31,10 +35,37 @@ class _Attempt:
     last: dict[str, tuple[int, Floats]] = field(default_factory=dict)
     """By metric: its last step, and the sums of that step's records, nan included."""
     epoch_ends: dict[int, int] = field(default_factory=dict)
+    newest: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """By rank: the step, the epoch and the time of its newest record."""
+    began: float = np.inf
+    """The time of its first record."""
     holes: dict[str, Floats] = field(
         default_factory=lambda: defaultdict(lambda: np.zeros(MAX_BINS))
     )
     """Of each metric, how many records of each bin are nan or infinite."""
+
+    def add_newest(self, rows: NDArray[Any]) -> None:
+        """Take in how far the records of each rank go."""
+        self.began = min(self.began, float(rows["time"].min(initial=np.inf)))
+        rows = rows[np.argsort(rows["step"], kind="stable")]
+        for rank in np.unique(rows["rank"]).tolist():
+            last = rows[rows["rank"] == rank][-1]
+            newest = int(last["step"]), int(last["epoch"]), float(last["time"])
+            self.newest[rank] = max(newest, self.newest.get(rank, newest))
+
+    def num_read_epochs(self) -> int:
+        """Return the newest epoch of which all records are here; 0 if there is none.
+
+        Rank 0 records in each epoch, at least what it measures: a record of a later epoch follows
+        all of this one. Other ranks have to be as far, but for those that seldom report.
+        """
+        if 0 not in self.newest:
+            return 0
+        _, epoch, now = self.newest[0]
+        lag_s = max(MIN_LAG_S, (now - self.began) * LAG_SHARE)
+        read = min(step for step, _, time in self.newest.values() if now - time <= lag_s)
+        ended = (e for e, end in self.epoch_ends.items() if e < epoch and end <= read)
+        return max(ended, default=0)
 
     def add_last(self, name: str, records: Records, of_it: NDArray[np.bool_]) -> None:
         """Take in what the rows `of_it` say of a metric at its last step."""
@@ -66,6 +97,8 @@ class Curves:
     last: Mapping[str, float] = field(default_factory=dict)
     """By metric that was reported: the mean over the ranks at its last step. This is the value of
     a metric wherever one is shown, and in the run record."""
+    read_epoch: tuple[int, int] = (0, 0)
+    """The newest attempt, and its newest epoch of which all records are here; 0 without any."""
 
 
 class MetricCurves:
@@ -89,6 +122,7 @@ class MetricCurves:
             attempt = self._attempts[number]
             attempt.first = min(attempt.first, first)
             of_it = records.rows["attempt"] == number
+            attempt.add_newest(records.rows[of_it])
             steps = records.rows["step"][of_it]
             epochs, index = np.unique(records.rows["epoch"][of_it], return_inverse=True)
             ends = np.zeros(len(epochs), np.int64)
@@ -132,7 +166,9 @@ class MetricCurves:
         num_holes = {name: num for name, num in holes.items() if num}
         reported = [name for name in merged if not name.startswith(MEASURED) and name in values]
         last_values = {name: values[name][-1][1] for name in reported} | self._last(superseded)
-        return Curves(values, epoch_ends, resumes, num_holes, last_values)
+        newest = max(attempts, default=0)
+        read_epoch = newest, attempts[newest].num_read_epochs() if attempts else 0
+        return Curves(values, epoch_ends, resumes, num_holes, last_values, read_epoch)
 
     def _last(self, superseded: Mapping[int, float]) -> dict[str, float]:
         """Return the last value of each metric, without what a newer attempt took back."""

@@ -167,7 +167,7 @@ class LiveReport:
             self._try("show the run's curves", self._show, curves)
 
     def _show(self, curves: Curves) -> None:
-        self._recorder.read(curves.last)
+        self._recorder.read(curves.last, curves.read_epoch)
         with self._lock:
             self._training.metrics = dict(curves.last)
             self._has_news = True

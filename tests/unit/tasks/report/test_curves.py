@@ -86,3 +86,28 @@ def test_the_last_value_that_a_newer_attempt_took_back_gives_way():
     old = [record(step, 0, 1, loss=float(step), val_loss=10.0 * step) for step in range(1, 9)]
     curves = MetricCurves(columns([*old, record(4, 0, 2, loss=0.5)]))
     assert curves.snapshot().last == {"loss": 0.5, "val_loss": 30.0}
+
+
+def test_an_epoch_is_read_once_all_ranks_records_of_it_are():
+    """A part that ends within the epoch doesn't end it, on whichever rank."""
+    curves = MetricCurves()
+    reached = []
+    for part in (
+        [record(step, 0, epoch=1, loss=1.0) for step in (1, 2, 3)],
+        [record(4, 0, epoch=1, loss=1.0), record(5, 0, epoch=2, loss=1.0)],
+        [record(step, 1, epoch=1, loss=1.0) for step in (1, 2)],
+        [record(step, 1, epoch=1, loss=1.0) for step in (3, 4)],
+        [record(step, 0, epoch=2, loss=1.0) for step in (6, 7, 8)],
+        [record(5, 0, 2, epoch=2, loss=1.0), record(9, 0, 2, epoch=3, loss=1.0)],
+    ):
+        curves.add(columns(part))
+        reached.append(curves.snapshot().read_epoch)
+    assert reached[0] == (1, 0)
+    assert reached[2:] == [(1, 0), (1, 1), (1, 1), (2, 2)]
+
+
+def test_a_rank_that_seldom_reports_is_not_waited_for():
+    """One that reported at the start only holds no epoch back."""
+    records = [record(1, 1, loss=1.0)]
+    records += [record(step, 0, epoch=1 + step // 100, loss=1.0) for step in range(1, 301)]
+    assert MetricCurves(columns(records)).snapshot().read_epoch == (1, 3)
