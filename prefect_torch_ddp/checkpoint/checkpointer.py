@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from prefect_torch_ddp.checkpoint.keys import object_key, rank_name, shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
+    RankMetrics,
     check_reports,
+    mean_metrics,
     refuse_unshared,
     wait_for_report,
 )
@@ -79,6 +82,7 @@ class _Snapshot(NamedTuple):
     modules: frozenset[str]
     tracked: list[str]
     sketched: Sketch | None
+    metrics: RankMetrics
     stall_s: float
 
 
@@ -146,14 +150,16 @@ class Checkpointer:
         objects: Mapping[str, Any],
         replicas: Replicas = NOTHING,
         *,
+        weights: Mapping[str, int] = MappingProxyType({}),
         is_last: bool = False,
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
         Args:
-            manifest: has no objects yet, and rank 0's counts.
+            manifest: has no objects yet, and this rank's metrics; rank 0's counts.
             objects: what is tracked; all ranks give the same names in one order.
             replicas: what the ranks should have in common.
+            weights: what each metric of this rank counts in the mean over the ranks.
             is_last: it may follow another checkpoint of the same step.
 
         Raises:
@@ -186,7 +192,12 @@ class Checkpointer:
         self._failure = None
         modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
         stall_s = time.monotonic() - self._began_s
-        snapshot = _Snapshot(staged, frozenset(modules), list(objects), sketched, stall_s)
+        metrics = {
+            name: (value, manifest.reports.get(name, (0, 0)), weights.get(name, 0))
+            for name, value in manifest.metrics.items()
+        }
+        kept = frozenset(modules), list(objects)
+        snapshot = _Snapshot(staged, *kept, sketched, metrics, stall_s)
         self._thread = threading.Thread(
             target=self._write_share,
             args=(manifest, turn, snapshot),
@@ -275,6 +286,7 @@ class Checkpointer:
         written: list[dict[str, Any]] = []
         report: dict[str, Any] = {"host": socket.gethostname(), "tracked": snapshot.tracked}
         report |= {"objects": written, "error": None, "stall_s": snapshot.stall_s}
+        report |= {"metrics": snapshot.metrics}
         try:
             self._staging.wait()
             if snapshot.sketched is not None:
@@ -317,6 +329,7 @@ class Checkpointer:
                 is_last = bool(turn % 2)
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
+            metrics, intervals = mean_metrics(reports)
             if sketched is not None:
                 is_first = not self._resumes and self._committer.last is None
                 found = [report["replicas"] for report in reports]
@@ -333,7 +346,7 @@ class Checkpointer:
             raise
         objects = (ManifestObject(**item) for report in reports for item in report["objects"])
         is_notable = self._committer.last is None or bool(self.trouble)
-        manifest = replace(manifest, objects=tuple(objects))
+        manifest = replace(manifest, metrics=metrics, reports=intervals, objects=tuple(objects))
         self._committer.commit(manifest, is_last=bool(turn % 2))
         self.trouble = ""
         own["cpu_s"] = time.thread_time()  # with the commit

@@ -51,7 +51,7 @@ class Manifest:
     """Where the training resumes; plain JSON values, understood by who wrote them."""
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The newest values that rank 0 had."""
+    """The newest values, each the mean over the ranks that reported it last."""
     objects: tuple[ManifestObject, ...] = ()
     reports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What tells each metric's report from other ones: the checkpoint that was next, the step."""

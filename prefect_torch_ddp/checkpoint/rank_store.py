@@ -27,9 +27,12 @@ ABSENT_S = 300.0
 LOOK_S = 30.0
 """For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 
+RankMetrics = Mapping[str, tuple[float, tuple[int, int], int]]
+"""A rank's newest value of each metric, the interval between checkpoints in which it was reported,
+and its weight: the samples of that step, or 0."""
 Report = Mapping[str, Any]
-"""A rank's `host`, the names `tracked` there, the `objects` that it wrote, its `error` or None; and
-what its `replicas` are compared by."""
+"""A rank's `host`, the names `tracked` there, the `objects` that it wrote, its `error` or None; its
+`metrics`, and what its `replicas` are compared by."""
 
 _num_rank_stores = itertools.count()
 
@@ -137,6 +140,30 @@ def check_reports(reports: Sequence[Report]) -> None:
             "same way on every rank"
         )
         raise InvalidParamsError(msg)
+
+
+def mean_metrics(
+    reports: Sequence[Report],
+) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+    """Return each metric's mean over the ranks that reported it last, and when that was.
+
+    By samples, where some are known; else each rank counts the same, as `read_metrics` has it.
+    """
+    values: dict[str, float] = {}
+    intervals: dict[str, tuple[int, int]] = {}
+    for name in dict.fromkeys(name for report in reports for name in report["metrics"]):
+        found = [report["metrics"][name] for report in reports if name in report["metrics"]]
+        last = intervals[name] = max(tuple(interval) for _value, interval, _weight in found)
+        of_last = [(value, weight) for value, interval, weight in found if tuple(interval) == last]
+        if not any(weight for _, weight in of_last):
+            of_last = [(value, 1) for value, _ in of_last]
+        terms = [(value, weight) for value, weight in of_last if weight]
+        if len({value for value, _ in terms}) == 1:
+            values[name] = terms[0][0]  # not another one by a rounding
+        else:
+            total = sum(weight for _, weight in terms)
+            values[name] = sum(value * weight for value, weight in terms) / total
+    return values, intervals
 
 
 def refuse_unshared(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> None:

@@ -191,7 +191,8 @@ class Saver:
             metrics, reports = self._reporter.newest.of_checkpoint(is_rated=is_rated)
             manifest = Manifest(*at, self._info.world_size, metrics, reports=reports)
             replicas = Replicas(list(self.wrapped), self.take_passes())
-            checkpointer.save(manifest, self.objects, replicas, is_last=is_last)
+            weights = self._reporter.newest.weights()
+            checkpointer.save(manifest, self.objects, replicas, weights=weights, is_last=is_last)
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""

@@ -6,12 +6,20 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from distributed import LocalCluster
 from safetensors.torch import load_file
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    TrainParams,
+    TrainReport,
+    read_metrics,
+    train_flow,
+)
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.artifacts import key
@@ -123,6 +131,11 @@ def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: 
     assert len(kept) >= 3
     assert report.checkpoint.metrics["loss"] == min(ref.metrics["loss"] for ref in kept)
     assert report.checkpoint == report.training.best_checkpoint
+    metrics = read_metrics(DirectoryStorage(tmp_path), report.run_id)
+    of_step = metrics[metrics["step"] == report.checkpoint.step]
+    assert len(of_step) == 2
+    mean = np.average(of_step["loss"], weights=of_step["num_samples"])
+    assert report.checkpoint.metrics["loss"] == pytest.approx(mean, rel=1e-12), "of both ranks"
     card = json.loads(Path(str(report.model_uri)).with_name("model.json").read_bytes())
     assert card["step"] == report.checkpoint.step
     where = f"checkpoints/step-{card['step']:08d}/{card['attempt']:06d}/model.pt"

@@ -63,6 +63,37 @@ def test_ranks_that_track_different_objects_are_refused(
         first.raise_failure()
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "expected"),
+    [
+        pytest.param([(1.0, (1, 4), 0), (3.0, (1, 4), 0)], 2.0, id="a validation"),
+        pytest.param([(1.0, (1, 4), 3), (3.0, (1, 4), 1)], 1.5, id="by samples"),
+        pytest.param([(1.0, (1, 4), 3), (3.0, (1, 4), 0)], 1.0, id="one without samples"),
+        pytest.param([(0.1, (1, 4), 1), (0.1, (1, 4), 2)], 0.1, id="alike, to the last bit"),
+        pytest.param([(1.0, (1, 4), 0), (3.0, (2, 5), 0)], 3.0, id="one reported later"),
+        pytest.param([None, (3.0, (2, 5), 0)], 3.0, id="one reports at all"),
+    ],
+)
+def test_a_checkpoint_has_the_mean_of_a_metric(
+    tmp_path: Path, of_ranks: list[tuple[float, tuple[int, int], int] | None], expected: float
+) -> None:
+    """Over the ranks that reported it last, as the records have it; it is chosen by that value."""
+    storage = DirectoryStorage(tmp_path)
+    ranks = ranks_of([storage, storage])
+    for checkpointer, given in zip(ranks, of_ranks, strict=True):
+        named = (
+            {} if given is None else {"metrics": {"val": given[0]}, "reports": {"val": given[1]}}
+        )
+        weights = {} if given is None else {"val": given[2]}
+        manifest = Manifest("run", 1, 1, 1, {}, len(ranks), **named)
+        checkpointer.save(manifest, ON_RANK_0, weights=weights)
+    for checkpointer in ranks:
+        checkpointer.wait()
+    (found,) = list_manifests(storage, "run")
+    assert found.metrics == {"val": expected}
+    assert found.reports == {"val": max(each[1] for each in of_ranks if each is not None)}
+
+
 def test_a_storage_that_the_hosts_do_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+from prefect_torch_ddp.records.metric_names import is_validation
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +21,17 @@ class NewestMetrics:
         self._numbers = numbers
         self._values: dict[str, Any] = {}
         self._intervals: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, int] = {}
         self._rated: tuple[int, int] | None = None
         """The interval of the best metric's report that the newest checkpoint has."""
         self._best = -math.inf
         """Of the best metric in this attempt's checkpoints; larger is better."""
         self._has_warned = False
 
-    def take(self, metrics: Mapping[str, Any]) -> None:
-        """Take metrics that are reported now."""
+    def take(self, metrics: Mapping[str, Any], num_samples: int) -> None:
+        """Take metrics that are reported now, in a step with so many samples of this rank."""
         self._values.update(metrics)
+        self._weights.update({name: 0 if is_validation(name) else num_samples for name in metrics})
         self._intervals.update(dict.fromkeys(metrics, self._numbers.report_interval))
 
     def of_checkpoint(
@@ -44,6 +47,10 @@ class NewestMetrics:
             self._rate(self._policy.best_metric or "")
         return dict(self._values), dict(self._intervals)
 
+    def weights(self) -> dict[str, int]:
+        """Return what each value of this rank counts in the mean over the ranks; 0: as others."""
+        return dict(self._weights)
+
     def has_unsaved_best(self) -> bool:
         """Tell whether no checkpoint has the newest value of the best metric."""
         interval = self._intervals.get(self._policy.best_metric or "")
@@ -52,6 +59,7 @@ class NewestMetrics:
     def restore(self, metrics: Mapping[str, Any], intervals: Mapping[str, tuple[int, int]]) -> None:
         """Start with the metrics of a checkpoint."""
         self._values, self._intervals = dict(metrics), dict(intervals)
+        self._weights = dict.fromkeys(metrics, 0)
         self._rated = self._intervals.get(self._policy.best_metric or "")
 
     def _rate(self, metric: str) -> None:

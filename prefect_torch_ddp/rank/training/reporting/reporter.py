@@ -125,7 +125,7 @@ class Reporter:
         is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_before_call
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
-            self.newest.take(metrics)
+            self.newest.take(metrics, self._num_samples())
             if self._log is not None:
                 measured = self._measurements.measure(now_s) if is_due else {}
                 if metrics or measured:
@@ -217,14 +217,18 @@ class Reporter:
         batch = (offset, share.num_global, share.is_last, share.samples)
         return StepLine(progress.step, progress.epoch, progress.position.loop, *batch, **self._who)
 
-    def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def _num_samples(self) -> int:
+        """Return how many samples of the step under way are this rank's."""
         share = self._progress.share
+        return 0 if share is None else share.num_local - share.num_skipped
+
+    def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "step": self._numbers.record_step,
             "epoch": self._progress.epoch,
             **self._who,
             "time": time.time(),
-            "num_samples": 0 if share is None else share.num_local - share.num_skipped,
+            "num_samples": self._num_samples(),
             "metrics": metrics,
         }
 
