@@ -164,8 +164,9 @@ class RankContext:
         Within `steps` each rank's gradient is weighted by its share of the global batch, so an
         uneven tail also gives exactly the gradient of its mean loss. Several pairs of a forward
         and a backward pass in a step add up; see `micro_batches`. As under plain DDP, a second
-        backward pass of the same forward pass isn't summed over the ranks. An optimizer's step on
-        a gradient that wasn't summed raises InvalidParamsError; within `no_sync` it is up to you.
+        backward pass of the same forward pass isn't summed over the ranks, which is warned of: add
+        a penalty to the loss instead. An optimizer's step on gradients of which no pass was ever
+        summed raises InvalidParamsError. What you do within `no_sync` is up to you.
 
         Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and
         forward passes involve no communication, so a single rank may do them: buffers are

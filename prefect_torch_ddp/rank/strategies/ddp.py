@@ -199,6 +199,7 @@ class ShareDDP(DistributedDataParallel):
     def no_sync(self) -> Any:
         """Not sum the gradients of the passes within, as under plain DDP."""
         refuse_unsynced(self)
+        self.share_weights.sums.leave_to_user(self.module)
         return super().no_sync()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""A step on gradients that the ranks haven't summed is refused in that step; passes are counted."""
+"""A step on gradients that the ranks never summed is refused in that step; passes are counted."""
 
-from collections.abc import Callable
+import gc
+import logging
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.rank.strategies import sums
 from tests.support.ranks import config_for, train_on
 
 pytestmark = pytest.mark.timeout(120)
@@ -52,6 +55,7 @@ def module_called(ctx: RankContext, **options: Any) -> None:
 def module_called_later(ctx: RankContext) -> None:
     """The same from step 3 on."""
     wrapped: Any = ctx.wrap(make())
+    ctx.track(model=wrapped.module)
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
     for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
         optimizer.zero_grad()
@@ -67,6 +71,13 @@ def module_in_micro_batches(ctx: RankContext) -> None:
         for (x, y), weight in ctx.micro_batches(batch, max_samples=2):
             (loss_of(wrapped.module(x), y) * weight).backward()  # type: ignore[operator]
         optimizer.step()
+
+
+def module_in_closures(ctx: RankContext) -> None:
+    """The same in a step that makes passes."""
+    wrapped = ctx.wrap(make())
+    optimizer = torch.optim.LBFGS(wrapped.parameters(), 0.1, max_iter=3)
+    step_with_closures(ctx, wrapped.module, optimizer)  # type: ignore[arg-type]
 
 
 def unfrozen(ctx: RankContext) -> None:
@@ -99,7 +110,9 @@ def all_frozen(ctx: RankContext) -> None:
 
 def two_passes(ctx: RankContext) -> None:
     """Make two backward passes of one forward pass in step 3."""
-    model = ctx.wrap(make())
+    net = make()
+    model = ctx.wrap(net)
+    ctx.track(model=net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
         optimizer.zero_grad()
@@ -116,6 +129,21 @@ def unfreeze_at(net: nn.Sequential, when: int, step: int) -> None:
         net.requires_grad_()
 
 
+def step_with_closures(
+    ctx: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Train by an optimizer that makes passes in its step."""
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss.detach() * 0 + 1  # LBFGS asks it when to stop: the same on every rank
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
 def train(
     ctx: RankContext,
     model: nn.Module,
@@ -130,28 +158,33 @@ def train(
         optimizer.step()
 
 
-def step_of_error(ctx: RankContext, fn: Callable[[RankContext], None]) -> tuple[int, str]:
-    """Return in which step it failed and how; on every rank, since none waits for another."""
+def step_of_error(
+    ctx: RankContext, fn: Callable[[RankContext], None]
+) -> tuple[int, str, list[str]]:
+    """Return in which step it failed and how, and what it was warned of; on every rank."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(sums.__name__).addHandler(handler)
     try:
         fn(ctx)
     except Exception as error:  # noqa: BLE001 - the test shows it
-        return ctx.step, str(error)
-    return ctx.step, "nothing"
+        return ctx.step, str(error), warned
+    return ctx.step, "nothing", warned
 
 
 BYPASSED = "no backward pass went through what ctx.wrap returned for this Sequential"
-UNFROZEN = "it wasn't trainable when this Sequential was given to ctx.wrap"
+UNFROZEN = "it wasn't a parameter to train when this Sequential was given to ctx.wrap"
 TWICE = "to which this rank has added a backward pass that the ranks didn't sum"
 UNSUMMED = {
     "the result of wrap dropped": (dropped, 1, BYPASSED),
     ".module called": (module_called, 1, BYPASSED),
-    ".module called later": (module_called_later, 3, TWICE),
     ".module called, a fused optimizer": (partial(module_called, fused=True), 1, BYPASSED),
     ".module called in micro-batches": (module_in_micro_batches, 1, BYPASSED),
+    ".module called in a closure": (module_in_closures, 1, BYPASSED),
     "a layer unfrozen after wrap": (unfrozen, 3, UNFROZEN),
     "a group unfrozen after wrap": (unfrozen_with_a_group, 3, UNFROZEN),
     "all frozen at wrap": (all_frozen, 1, UNFROZEN),
-    "two backward passes of one forward": (two_passes, 3, TWICE),
 }
 
 
@@ -159,10 +192,52 @@ UNSUMMED = {
 def test_a_step_on_gradients_that_no_rank_summed_is_refused(tmp_path: Path, how: str) -> None:
     """In that very step, on every rank, with the parameter's name and the way out."""
     fn, step, expected = UNSUMMED[how]
-    for found, said in train_on(2, config_for(tmp_path), step_of_error, fn):
+    for found, said, _ in train_on(2, config_for(tmp_path), step_of_error, fn):
         assert expected in said
         assert found == step
         assert said.startswith("an optimizer is about to step on the gradient of ")
+
+
+def penalty_after(ctx: RankContext) -> None:
+    """Add a penalty on the weights by a second backward pass in each step."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    ctx.track(model=net, optimizer=optimizer)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        (0.1 * sum(each.square().sum() for each in net.parameters())).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def test_a_second_backward_pass_is_warned_of_once(tmp_path: Path) -> None:
+    """It may be the same on all ranks, as a penalty is: then the training ends as under DDP."""
+    config = config_for(tmp_path)
+    for step, said, warned in train_on(2, config, step_of_error, penalty_after):
+        assert (step, said) == (4, "nothing")
+        assert [TWICE in each for each in warned] == [True]
+        assert "call backward on the sum of the losses, with penalties" in warned[0]
+    assert [each.step for each in list_manifests(config.storage, "run")][-1] == 4
+
+
+def write_warnings(ctx: RankContext, fn: Callable[[RankContext], None], folder: Path) -> None:
+    """Write down what a rank was warned of: its checkpoint fails later, when it ends."""
+    _, said, warned = step_of_error(ctx, fn)
+    (folder / f"warned-{ctx.rank}").write_text("\n".join([*warned, said]))
+
+
+@pytest.mark.parametrize("fn", [two_passes, module_called_later], ids=lambda fn: fn.__name__)
+def test_a_pass_that_makes_replicas_differ_is_left_to_their_comparison(
+    tmp_path: Path, fn: Callable[[RankContext], None]
+) -> None:
+    """It is warned of in its step; the next checkpoint names what differs and isn't written."""
+    config = config_for(tmp_path, every_steps=4)
+    with pytest.raises(AssertionError, match="the replicas of 'model' have drifted apart"):
+        train_on(2, config, write_warnings, fn, tmp_path)
+    for rank in range(2):
+        warned, _ = (tmp_path / f"warned-{rank}").read_text().splitlines()
+        assert TWICE in warned
+    assert list_manifests(config.storage, "run") == []
 
 
 def wrapped_again(ctx: RankContext) -> None:
@@ -214,12 +289,12 @@ def accumulated(ctx: RankContext) -> None:
             optimizer.zero_grad()
 
 
-def averaged_by_hand(ctx: RankContext) -> None:
-    """Step without sums, and average the weights every other step (local SGD)."""
+def averaged_by_hand(ctx: RankContext, num_summed: int = 0) -> None:
+    """Step without sums, or after some with sums, and average the weights (local SGD)."""
     model = ctx.wrap(make())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
-        is_summed = ctx.step == 1
+        is_summed = ctx.step <= num_summed
         with nullcontext() if is_summed else model.no_sync():  # type: ignore[operator]
             optimizer.zero_grad()
             loss_of(model(x), y).backward()
@@ -227,6 +302,192 @@ def averaged_by_hand(ctx: RankContext) -> None:
         for each in model.parameters():
             torch.distributed.all_reduce(each.detach())
             each.data.div_(ctx.world_size)
+
+
+def sum_by_hand(ctx: RankContext, parameters: Iterable[torch.Tensor]) -> None:
+    """Average gradients over the ranks."""
+    for each in parameters:
+        if each.grad is not None:
+            torch.distributed.all_reduce(each.grad)
+            each.grad.div_(ctx.world_size)
+
+
+def summed_by_hand(ctx: RankContext, *, backward_outside: bool = False) -> None:
+    """Sum gradients after `no_sync`, in which only the forward pass is needed, unfrozen too."""
+    net = make(frozen=True)
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    net.requires_grad_()
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        with model.no_sync():  # type: ignore[operator]
+            loss = loss_of(model(x), y)
+            if not backward_outside:
+                loss.backward()
+        if backward_outside:
+            loss.backward()
+        sum_by_hand(ctx, net.parameters())
+        optimizer.step()
+
+
+def unsynced_by_attribute(ctx: RankContext) -> None:
+    """Switch sums off by the attribute that `no_sync` sets, and sum by hand."""
+    model: Any = ctx.wrap(make())
+    model.require_backward_grad_sync = False
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        sum_by_hand(ctx, model.parameters())
+        optimizer.step()
+
+
+def unsynced_within_another(ctx: RankContext) -> None:
+    """Wrap a model, and one that holds it, which is trained within `no_sync`."""
+    inner = ctx.wrap(net := make())
+    outer = ctx.wrap(nn.Sequential(net, nn.Linear(1, 1)))
+    optimizer = torch.optim.SGD(outer.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        with outer.no_sync():  # type: ignore[operator]
+            loss_of(outer(x), y).backward()
+        sum_by_hand(ctx, outer.parameters())
+        optimizer.step()
+    assert inner is not outer
+
+
+def gradients_set(ctx: RankContext) -> None:
+    """Compute gradients past the wrapped model, as of a second order, and set and sum them."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    parameters = list(net.parameters())
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        first = torch.autograd.grad(loss_of(net(x), y), parameters, create_graph=True)
+        weights = [each - 0.1 * by for each, by in zip(parameters, first, strict=True)]
+        named = dict(zip(dict(net.named_parameters()), weights, strict=True))
+        second = torch.autograd.grad(
+            loss_of(torch.func.functional_call(net, named, x), y), parameters
+        )
+        for each, by in zip(parameters, second, strict=True):
+            each.grad = by
+        sum_by_hand(ctx, parameters)
+        optimizer.step()
+    assert model is not net
+
+
+def never_wrapped(ctx: RankContext) -> None:
+    """Train a wrapped model, and another one whose gradients are summed by hand."""
+    model, other = ctx.wrap(make()), make()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        (loss_of(model(x), y) + loss_of(other(x), y)).backward()
+        sum_by_hand(ctx, other.parameters())
+        optimizer.step()
+
+
+def scaled_and_clipped(ctx: RankContext) -> None:
+    """Scale the loss, and clip the gradients that two optimizers step on."""
+    net = make()
+    model, scaler = ctx.wrap(net), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = [torch.optim.Adam(net[0].parameters()), torch.optim.SGD(net[2].parameters(), 0.1)]
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        scaler.scale(loss_of(model(x), y)).backward()
+        for each in optimizers:
+            scaler.unscale_(each)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        for each in optimizers:
+            scaler.step(each)
+            each.zero_grad()
+        scaler.update()
+
+
+def frozen_again(ctx: RankContext) -> None:
+    """Freeze a layer and wrap the model again; its gradient is set to zeros from then on."""
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for is_frozen in (False, True):
+        net[0].requires_grad_(not is_frozen)
+        model = ctx.wrap(net)
+        for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1 + is_frozen):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+
+def steps_in_hooks(ctx: RankContext) -> None:
+    """Sum and step within the backward pass, as soon as there is a gradient."""
+    net = make()
+
+    def hook(parameter: torch.Tensor) -> None:
+        sum_by_hand(ctx, [parameter])
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    model: Any = ctx.wrap(net)
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in net.parameters()}
+    for each in net.parameters():
+        each.register_post_accumulate_grad_hook(hook)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+
+
+def penalty_unsynced(ctx: RankContext) -> None:
+    """Add a penalty on the weights by a second backward pass within `no_sync`, or before."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        (0.1 * sum(each.square().sum() for each in net.parameters())).backward()  # type: ignore[union-attr]
+        loss_of(model(x), y).backward()
+        with model.no_sync():  # type: ignore[operator]
+            (0.1 * sum(each.abs().sum() for each in net.parameters())).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def trained_on_alone(ctx: RankContext) -> None:
+    """Train the model on by itself, when the wrapped one is gone."""
+    net = make()
+    train(ctx, ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1))
+    gc.collect()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def sharpness(ctx: RankContext) -> None:
+    """Climb by each rank's own gradient, then step by the sum of another pass (SAM)."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+        with model.no_sync():  # type: ignore[operator]
+            loss_of(model(x), y).backward()
+        climbs = [each.grad.clone() for each in net.parameters() if each.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(list(net.parameters()), climbs, alpha=0.1)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(net.parameters()), climbs, alpha=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def checkpointed(ctx: RankContext) -> None:
+    """Compute layers again in the backward pass; one isn't used at all."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.net = nn.Linear(1, 1), make()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = ctx.wrap(Net(), find_unused_parameters=True)
+    train(ctx, model, torch.optim.AdamW(model.parameters()))
 
 
 def looked_at(ctx: RankContext) -> None:
@@ -333,18 +594,11 @@ def compiled_step(ctx: RankContext) -> None:
 
 
 def closures(ctx: RankContext) -> None:
-    """An optimizer that makes passes in its step."""
-    model = ctx.wrap(make())
-    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
-    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model(x), y)
-            loss.backward()
-            return loss.detach() * 0 + 1  # LBFGS asks it when to stop: the same on every rank
-
-        optimizer.step(closure)  # type: ignore[arg-type]
+    """An optimizer that makes passes in its step, after one of the model itself."""
+    net = make()
+    model, optimizer = ctx.wrap(net), torch.optim.LBFGS(net.parameters(), 0.1, max_iter=3)
+    loss_of(net(torch.ones(2, 4)), torch.ones(2, 1)).backward()
+    step_with_closures(ctx, model, optimizer)
 
 
 def penalty(ctx: RankContext) -> None:
@@ -371,6 +625,20 @@ HEALTHY = (
     adversaries,
     accumulated,
     averaged_by_hand,
+    partial(averaged_by_hand, num_summed=1),
+    summed_by_hand,
+    partial(summed_by_hand, backward_outside=True),
+    unsynced_by_attribute,
+    unsynced_within_another,
+    gradients_set,
+    never_wrapped,
+    scaled_and_clipped,
+    frozen_again,
+    steps_in_hooks,
+    penalty_unsynced,
+    trained_on_alone,
+    sharpness,
+    checkpointed,
     looked_at,
     two_losses,
     a_local_probe,
@@ -379,13 +647,20 @@ HEALTHY = (
 )
 
 
-@pytest.mark.parametrize("fn", HEALTHY, ids=lambda fn: fn.__name__.replace("_", " "))
+def named(fn: Any) -> str:
+    """Return a case's id."""
+    if not isinstance(fn, partial):
+        return fn.__name__.replace("_", " ")  # type: ignore[no-any-return]
+    return f"{named(fn.func)}, {' '.join(fn.keywords).replace('_', ' ')}"
+
+
+@pytest.mark.parametrize("fn", HEALTHY, ids=named)
 def test_steps_on_what_is_summed_or_meant_are_let_alone(
     tmp_path: Path, fn: Callable[[RankContext], None]
 ) -> None:
-    """Whatever is called beside the wrapped models."""
-    for _, said in train_on(2, config_for(tmp_path), step_of_error, fn):
-        assert said == "nothing"
+    """Whatever is called beside the wrapped models; nothing is warned of either."""
+    for _, said, warned in train_on(2, config_for(tmp_path), step_of_error, fn):
+        assert (said, warned) == ("nothing", [])
 
 
 def leave_out(ctx: RankContext, left_out: dict[int, int]) -> list[float]:
