@@ -3,14 +3,19 @@
 Its worker is spawned from here, at the first start and after each death. A nanny in the process of
 the flow would have each worker import the flow's script as its main module: seconds for loading
 Prefect, and a second flow run if the script has no `if __name__ == "__main__":`.
+
+SIGTERM and SIGINT are left to the flow, which closes this process once the ranks have saved:
+`systemctl stop` and `scancel` send them to every process.
 """
 
 import asyncio
 import contextlib
 import os
 import pickle
+import signal
 import socket
 import sys
+from types import FrameType
 from typing import Any
 
 CLOSE = b"close"
@@ -30,6 +35,8 @@ QUIET = {
 
 def main(fd: int) -> None:
     """Serve the process at the other end of a socket, which has sent what to start."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave_it_to_the_flow)  # not SIG_IGN, which ranks would inherit
     connection = socket.socket(fileno=fd)
     with connection.makefile("rb") as given:
         sys.path[:] = pickle.load(given)  # before Dask and the user's own classes are looked for
@@ -37,31 +44,54 @@ def main(fd: int) -> None:
     asyncio.run(_serve(connection, config, scheduler, options))
 
 
+def _leave_it_to_the_flow(number: int, frame: FrameType | None) -> None:
+    pass
+
+
 async def _serve(
     connection: socket.socket, config: dict[str, Any], scheduler: str, options: dict[str, Any]
 ) -> None:
     """Run the nanny until it is closed. Ends at once, and its worker with it, with the flow."""
     import dask  # noqa: PLC0415 - spawned workers import this module too
-    from distributed import Nanny  # noqa: PLC0415
 
     dask.config.update(dask.config.config, config)
     dask.config.set(QUIET)
     reader, writer = await asyncio.open_connection(sock=connection)
+    told = asyncio.ensure_future(_told(reader))
+    starts = asyncio.ensure_future(_start(scheduler, options))
+    await asyncio.wait([told, starts], return_when=asyncio.FIRST_COMPLETED)
+    if told.done():
+        # Its worker, which watches this process, would look for a scheduler that is gone.
+        os._exit(0 if told.result() == CLOSE else 1)
     try:
-        nanny = await Nanny(scheduler, **options)
+        nanny = starts.result()
     except Exception as error:  # noqa: BLE001 - who waits for it says so
         writer.write(f"{type(error).__name__}: {error}".encode())
         writer.write_eof()
         await writer.drain()
         os._exit(1)
     writer.write(b"\n")
-    told, ended = asyncio.ensure_future(reader.read(len(CLOSE))), asyncio.ensure_future(_end(nanny))
+    ended = asyncio.ensure_future(_end(nanny))
     await asyncio.wait([told, ended], return_when=asyncio.FIRST_COMPLETED)
     if told.done() and told.result() != CLOSE:
         os._exit(1)  # the flow was killed: its worker watches this process, and ends
     with contextlib.suppress(Exception):
         await nanny.close()
     os._exit(0)
+
+
+async def _start(scheduler: str, options: dict[str, Any]) -> Any:
+    from distributed import Nanny  # noqa: PLC0415
+
+    return await Nanny(scheduler, **options)
+
+
+async def _told(reader: asyncio.StreamReader) -> bytes:
+    """Return the flow's order; nothing once the flow is gone."""
+    try:
+        return await reader.read(len(CLOSE))
+    except OSError:  # it had not read the answer
+        return b""
 
 
 async def _end(nanny: Any) -> None:

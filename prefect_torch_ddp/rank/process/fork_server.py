@@ -6,6 +6,9 @@ Why forking is safe here: one thread and no CUDA (both checked before each fork)
 no open file but the socket. The child leads a session of its own and dies with the fork server
 (PR_SET_PDEATHSIG), which ends when its Dask worker's end of the socket closes.
 
+SIGTERM and SIGINT are left to the ranks, the worker and the flow: they save and end, and this
+process with them. Signals that go to every process of a job or a service mustn't kill ranks first.
+
 The fork server is a *child subreaper*: what a dead rank leaves behind becomes its child, from
 any session, and is killed with the last rank of the gang.
 """
@@ -26,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from prefect_torch_ddp.protocol.rank import (
@@ -43,6 +47,7 @@ from prefect_torch_ddp.rank.process.main import (
 from prefect_torch_ddp.rank.user_code import default_to_fork
 
 MAX_FDS = 8
+LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGINT)
 SWEEP_TIMEOUT_S = 2.0
 """How long killed leftovers of a gang may take to die before they no longer block the next."""
 
@@ -52,6 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 
     Ends when the Dask worker is gone, or when nobody wanted a rank for the idle time.
     """
+    ranks_own = _leave_signals({})
     worker, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     os.set_inheritable(worker.fileno(), False)  # noqa: FBT003 - positional in the standard library
     name_process("ddp-fork-server")
@@ -64,11 +70,25 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.suppress(BrokenPipeError):  # its worker is gone
         worker.send(ForkServerAnswer(unfit=_why_unfit()).encode())
     _freeze()
-    run = _Server(worker, idle_s).serve()
+    run = _Server(worker, idle_s, ranks_own).serve()
     if run is not None:
         run()
     # The interpreter's end would take torch apart, and triton writes to stderr what it misses.
     os._exit(0)
+
+
+def _leave_signals(ranks_own: dict[int, Any]) -> dict[int, Any]:
+    """Do nothing at a signal; note in `ranks_own` what Python or a library had set for it."""
+    for number in LEFT_TO_OTHERS:
+        # Not SIG_IGN, which what a library starts would inherit.
+        before = signal.signal(number, _do_nothing)
+        if before is not _do_nothing:
+            ranks_own[number] = before
+    return ranks_own
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _load_torch() -> None:
@@ -131,8 +151,10 @@ def _freeze() -> None:
 
 
 class _Server:
-    def __init__(self, worker: socket.socket, idle_s: float) -> None:
+    def __init__(self, worker: socket.socket, idle_s: float, ranks_own: dict[int, Any]) -> None:
         self._worker = worker
+        self._ranks_own = ranks_own
+        """How a rank handles the signals that this process leaves to others."""
         self._pid = os.getpid()
         self._idle_s = idle_s
         self._ranks: set[int] = set()
@@ -147,10 +169,12 @@ class _Server:
                 self._answer(ForkServerAnswer(status=self._reap(message.pid)))
                 continue
             if message.op == "load":
-                self._answer(_import(message.library))
+                answer = _import(message.library)
+                _leave_signals(self._ranks_own)
+                self._answer(answer)
                 continue
             unfit = _why_unfit()
-            pid = 0 if unfit else _fork(self._worker)
+            pid = 0 if unfit else _fork(self._worker, self._ranks_own)
             if pid is None:
                 return _become_rank(fds, self._pid)
             for fd in fds:
@@ -202,10 +226,16 @@ def _kill_children() -> None:
             time.sleep(0.001)
 
 
-def _fork(worker: socket.socket) -> int | None:
+def _fork(worker: socket.socket, ranks_own: dict[int, Any]) -> int | None:
     """Fork; return None in the child, and its pid once it leads a session, to be killed by."""
     started_read, started_write = os.pipe()
+    # One that comes while the child still does nothing at it waits.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OTHERS)
     pid = os.fork()
+    if pid == 0:
+        for number, handler in ranks_own.items():
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if pid == 0:
         os.close(started_read)
         worker.close()

@@ -40,6 +40,8 @@ def look_around() -> dict[str, Any]:
         "parent": psutil.Process().parent().name(),  # type: ignore[union-attr]
         "name": psutil.Process().name(),
         "arguments": sys.argv[1:],
+        "signals": [str(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGINT)],
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "leads_session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "random": (random.random(), float(np.random.random()), int(torch.initial_seed())),
         "threads": torch.get_num_threads(),
@@ -67,6 +69,9 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
     fresh = run_gang(dask_client, look_around, world_size=2, launcher="exec")
     assert NAME not in {seen["parent"] for seen in fresh}
     assert [seen["arguments"] for seen in fresh] == [[], []]
+    for seen in ranks:
+        for part in ("signals", "blocked"):
+            assert seen[part] == fresh[0][part]
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
 
 
@@ -87,7 +92,7 @@ def test_a_killed_server_is_replaced(dask_client: Client) -> None:
     one, *others = servers()
     one.kill()
     for other in others:
-        other.terminate()
+        other.kill()
     wait_until(lambda: all_gone([one, *others]))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
@@ -216,14 +221,20 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert server.is_alive
 
 
-def test_a_server_that_still_loads_dies_with_its_worker() -> None:
-    """As when a flow is killed while its cluster starts."""
+@pytest.mark.parametrize("signals", [(), (signal.SIGTERM, signal.SIGINT)])
+def test_a_server_that_still_loads_dies_with_its_worker(signals: tuple[int, ...]) -> None:
+    """As when a flow is killed while its cluster starts, also after signals to all processes."""
     begin = "from prefect_torch_ddp.gang.worker.fork_client import ForkServer"
     show = "server = ForkServer.start(); print(server.pid, flush=True); input()"
     command, pipe = [sys.executable, "-c", f"{begin}; {show}"], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as worker:
         assert worker.stdout is not None
         server = psutil.Process(int(worker.stdout.readline()))
+        if signals:
+            wait_until(lambda: server.name() == NAME)
+        for each in signals:
+            server.send_signal(each)
+        assert server.is_running()
         worker.kill()
     wait_until(lambda: all_gone([server]))
 
