@@ -107,7 +107,8 @@ class _Agent:
         return ()
 
     def _start(self, order: StartOrder) -> bool:
-        logs = self._log_folder(order.logs)
+        logs, client = self._log_folder(order.logs), fork_client(self._reservation.worker)
+        client.begin_gang()
         for launch in order.launches:
             fd = None
             if self._store is not None and launch.place.rank == 0:
@@ -121,9 +122,10 @@ class _Agent:
                 failure = RankFailure(place.rank, place.host, 0, "start", why, exception_type=kind)
                 self._box.post(failure)
                 return False
-        notes = fork_client(self._reservation.worker).notes
-        while notes and self._store is not None:  # hosts are alike: one of them says it
-            self._box.post(LogLine(NO_RANK, logging.INFO, notes.pop(0)))
+        # Taken on every worker, so that no later gang says them; hosts are alike: one says it.
+        notes = client.take_notes(order.launches[0].preload)
+        for note in notes if self._store is not None else ():
+            self._box.post(LogLine(NO_RANK, logging.INFO, note))
         if self._store is not None and order.launches[0].process_group != "user":
             self._store.close()  # rank 0 has it now
         return True

@@ -90,10 +90,22 @@ class ForkServer:
             self._is_ready = True
 
     def load(self, library: str) -> None:
-        """Have it import a library; raises as `wait_until_ready`, and must then be given up."""
+        """Have it import a library; then it must be given up if that fails.
+
+        Raises:
+            ForkServerUnfitError: the library's import fails, ends the server or makes it unfit.
+            ForkServerUnavailableError: it was killed, or took too long: no fault of the library
+                is proved.
+            OSError: it was gone already.
+        """
         with self._lock:
             self._socket.send(ForkServerOrder("load", library=library).encode())
-            self._wait_until_loaded()
+            try:
+                self._wait_until_loaded()
+            except ForkServerUnavailableError as error:
+                if self._process.is_dead and self._process.reap() >= 0:
+                    raise ForkServerUnfitError(str(error)) from error
+                raise
             self.libraries.append(library)
 
     def _wait_until_loaded(self) -> None:
@@ -179,8 +191,10 @@ class ForkClient:
         self._lock = threading.RLock()
         self._unfit = None if has_pidfd() else "it needs Linux with pidfd_open"
         self._left_to_ranks: set[str] = set()
-        self.notes: list[str] = []
-        """What a gang's log should say."""
+        """Libraries that make a server unfit."""
+        self._left_by_gang: set[str] = set()
+        """Those that failed for another reason, which the next gang tries again."""
+        self._notes: dict[str, str] = {}
 
     def warm_up(self, preload: Preload) -> None:
         """Get the server ready in a thread, unless a gang has the worker: it is left in peace."""
@@ -191,6 +205,14 @@ class ForkClient:
                     self.ready(preload)
 
         threading.Thread(target=warm, name="prefect-torch-ddp-warm", daemon=True).start()
+
+    def begin_gang(self) -> None:
+        """Try again for the next gang what failed for want of memory or time."""
+        self._left_by_gang = set()  # without the lock, which one that loads may hold for long
+
+    def take_notes(self, preload: Preload) -> list[str]:
+        """Return what the log of a gang should say of its libraries, and forget that."""
+        return [self._notes.pop(name) for name in preload.libraries if name in self._notes]
 
     def ready(self, preload: Preload) -> ForkServer | None:
         """Return a server once it is ready; None, with the reason logged, where it can't be.
@@ -226,14 +248,15 @@ class ForkClient:
         """Have a server load what it lacks; False where it has to be replaced."""
         if not all(map(preload.allows, server.libraries)):
             return False
-        known = {*server.libraries, *self._left_to_ranks}
+        known = {*server.libraries, *self._left_to_ranks, *self._left_by_gang}
         for name in (name for name in preload.libraries if name not in known):
             try:
                 server.load(name)
             except (OSError, ForkServerUnavailableError) as error:
-                self._left_to_ranks.add(name)
-                self.notes.append(f"not loaded ahead but in each rank: {name} ({error})")
-                logger.info("%s", self.notes[-1])
+                is_at_fault = isinstance(error, ForkServerUnfitError)
+                (self._left_to_ranks if is_at_fault else self._left_by_gang).add(name)
+                self._notes[name] = f"not loaded ahead but in each rank: {name} ({error})"
+                logger.info("%s", self._notes[name])
                 return False
         return True
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from distributed import Client, LocalCluster
 
@@ -28,6 +29,11 @@ LIBRARIES = {
     "threading.Thread(target=threading.Event().wait, daemon=True).start()",
     "fails_once": "if os.environ.get('RANK') is None:\n    raise RuntimeError('no rank')",
     "dies": "os.environ.get('RANK') or os._exit(7)",
+    "killed_once": "import signal\nmark = pathlib.Path(os.environ['PYTHONUSERBASE'], 'killed')\n"
+    "if os.environ.get('RANK') is None and not mark.exists():\n"
+    "    mark.touch()\n    os.kill(os.getpid(), signal.SIGKILL)",
+    "handles": "import signal\nif os.environ.get('RANK') is None:\n"
+    "    signal.signal(signal.SIGTERM, os._exit)",
 }
 REASONS = {
     "starts_thread": "it runs 2 threads",
@@ -47,7 +53,9 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     for name, code in LIBRARIES.items():
         (installed / f"{name}.py").write_text(note + code)
     (own / "trains.py").write_text(
-        f"import os, {', '.join(LIBRARIES)}\ndef train(): return os.getpid(), os.getppid()\n"
+        f"import os, signal, {', '.join(LIBRARIES)}\n"
+        "def train(): return os.getpid(), os.getppid()\n"
+        "def handler(): return signal.getsignal(signal.SIGTERM) is os._exit, os.getppid()\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [Path.cwd(), installed])))
     monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
@@ -109,6 +117,56 @@ def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
     assert (len(said), said_again) == (len(REASONS), [])
     with pytest.raises(InvalidParamsError, match="'trains', which is a module of your own"):
         run(client, ("trains",))
+
+
+def test_a_library_is_tried_again_if_the_kernel_killed_its_server(
+    client: Client, tmp_path: Path
+) -> None:
+    """A gang whose server is killed as it loads goes without; the next one loads it ahead."""
+    ranks, _, said = run(client, ("killed_once",))
+    assert said == [
+        "not loaded ahead but in each rank: killed_once (the fork server ended with status -9)"
+    ]
+    assert ranks <= set(loads(tmp_path, "killed_once"))
+    again, servers, said = run(client, ("killed_once",))
+    assert said == []
+    assert servers <= set(loads(tmp_path, "killed_once"))
+    assert again.isdisjoint(loads(tmp_path, "killed_once"))
+
+
+def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
+    client: Client, tmp_path: Path
+) -> None:
+    """What `warm` met is said by the next gang that names the library, and by no other."""
+    warm(client, preload=["fails_once"])
+    wait_until(lambda: bool(loads(tmp_path, "fails_once")))
+    said = [run(client, preload)[2] for preload in ((), ("fails_once",), ("fails_once",))]
+    text = f"not loaded ahead but in each rank: fails_once ({REASONS['fails_once']})"
+    assert said == [[], [text], []]
+
+
+def test_a_worker_without_rank_0_keeps_no_note(client: Client) -> None:
+    """A later gang, whose rank 0 it has, says nothing that the first one has said."""
+    cluster: Any = client.cluster
+    cluster.scale(2)
+    client.wait_for_workers(2, timeout=HANG_S)
+    events: list[GangEvent] = []
+    call: dict[str, Any] = {"preload": ("fails_once",), "on_event": events.append}
+    (_, server), _ = run_gang(client, "trains:train", world_size=2, **call)
+    assert sum(isinstance(event, LogLine) for event in events) == 1
+    worker = psutil.Process(server).ppid()
+    of_rank_0 = [address for address, pid in client.run(os.getpid).items() if pid == worker]
+    assert list(client.retire_workers(of_rank_0)) == of_rank_0
+    assert run(client, ("fails_once",))[2] == []
+
+
+def test_a_librarys_signal_handler_is_the_ranks_and_not_the_servers(client: Client) -> None:
+    """SIGTERM does nothing to the server; its ranks have the handler that the library set."""
+    call: dict[str, Any] = {"world_size": 1, "preload": ("handles",)}
+    ((has_handler, server),) = run_gang(client, "trains:handler", **call)
+    assert has_handler
+    psutil.Process(server).terminate()
+    assert run_gang(client, "trains:handler", **call) == [(True, server)]
 
 
 PROBE = """
