@@ -18,6 +18,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.workers import look_for
 from prefect_torch_ddp.gang.liveness import Liveness
+from prefect_torch_ddp.gang.worker.agent import FAILED_GRACE_S, LOGS_TIMEOUT_S
 from prefect_torch_ddp.protocol.agent import (
     POLL,
     AgentOrder,
@@ -31,7 +32,9 @@ LONG_POLL_S = 1.1
 """Just longer than the second after which rank 0 tells its progress: its polls bring that."""
 MEMBERSHIP_S = 2.0
 """How often to check that a worker which owes an answer is still in the cluster."""
-CLEAR_TIMEOUT_S = 10.0
+CLEAR_TIMEOUT_S = FAILED_GRACE_S + LOGS_TIMEOUT_S + 10.0
+"""How long the end of a gang waits for an agent that still ends its ranks, and has their last lines
+written."""
 CLEAR_LIVENESS_S = 4.0
 """How long the end of a gang waits for a worker that doesn't answer; its ranks end by
 themselves (`rank/link.py`)."""

@@ -159,7 +159,7 @@ class _Agent:
                 self._tell(RankOrder.LEAVE)
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
                 alive = [rank for rank in self._ranks if not rank.child.is_reaped]
-                self._warn_of_kill(alive, EXIT_GRACE_S, "all ranks had returned")
+                self._warn_of_kill(alive, f"{EXIT_GRACE_S:g} s after all ranks had returned")
                 break
         return True
 
@@ -239,17 +239,20 @@ class _Agent:
                 rank.child.kill()
         until_s = time.monotonic() + FAILED_GRACE_S
         while ending := [rank for rank in self._ranks if rank.is_ending]:
-            if time.monotonic() > until_s or is_closing(self._worker):
-                self._warn_of_kill(ending, FAILED_GRACE_S, "its failure")
+            if is_closing(self._worker):
+                self._warn_of_kill(ending, "as its worker closes, after its failure")
+                return
+            if time.monotonic() > until_s:
+                self._warn_of_kill(ending, f"{FAILED_GRACE_S:g} s after its failure")
                 return
             self._box.wait(ENDING_TICK_S, [fd for rank in ending for fd in rank.file_descriptors()])
             for event in (event for rank in ending for event in rank.read()):
                 if isinstance(event, LogLine):
                     self._box.post(event)
 
-    def _warn_of_kill(self, ranks: Sequence[RankProcess], grace_s: float, since: str) -> None:
+    def _warn_of_kill(self, ranks: Sequence[RankProcess], when: str) -> None:
         what = "its exit handlers or threads had not ended, and files may lack what they held back"
-        text = f"it is killed {grace_s:g} s after {since}: {what}"
+        text = f"it is killed {when}: {what}"
         for rank in ranks:
             self._box.post(LogLine(rank.place.rank, logging.WARNING, text))
 

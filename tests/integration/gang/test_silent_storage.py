@@ -1,6 +1,8 @@
 """A storage that never answers: the user's failure comes first, and a training goes on."""
 
+import atexit
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +75,35 @@ def run(
         world_size=2,
         on_event=events.append,
     )
+
+
+def _fail_and_linger(folder: str) -> None:
+    atexit.register(time.sleep, HANG_S)
+    print("the last line", flush=True)
+    Path(folder, "silent").touch()
+    msg = "told to fail"
+    raise ValueError(msg)
+
+
+def test_a_rank_that_lingers_and_a_silent_storage_take_no_line_from_the_log(
+    dask_client: Client,
+    open_s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Together they hold the agent up for ten seconds, which its caller waits for."""
+    monkeypatch.setattr(liveness, "STORAGE_LIMIT_S", 5.0)
+    events: list[GangEvent] = []
+    call = {"world_size": 1, "process_group": "none", "on_event": events.append}
+    with silenced_by(tmp_path, open_s3_server) as storage:
+        call["attempt_log"] = RunAttemptLog(storage, "run", knows_steps=True)
+        with pytest.raises(RankFailedError, match="ValueError: told to fail"):
+            run_gang(dask_client, _fail_and_linger, args=(str(tmp_path),), **call)
+    said = texts(events)
+    assert "it is killed 5 s after its failure: its exit handlers" in said
+    assert "its log in the storage lacks lines" in said
+    assert "were not gone" not in caplog.text
 
 
 def texts(events: list[GangEvent]) -> str:
