@@ -191,7 +191,7 @@ class Supervisor:
                 await self._gather_stacks("look_by_signal")
             if why := self._hang.excuse():
                 sink(LogLine(NO_RANK, logging.WARNING, why))
-        for stack in self._hang.stacks if self._hang.has_found else ():
+        for _, stack in sorted(self._hang.looks.newest.items()) if self._hang.has_found else ():
             sink(stack)
         return self._hang.has_found
 
@@ -215,7 +215,7 @@ class Supervisor:
             await asyncio.sleep(pause_s)
 
     async def _gather_stacks(self, how: Literal["look", "look_by_signal"]) -> None:
-        self._hang.begin_look()
+        self._hang.looks.begin()
         # What fails from now on, woken by the signal for it, is not the cause.
         asked_s = time.monotonic()
         for look in [asyncio.create_task(agent.give(how)) for agent in self._agents]:
@@ -310,7 +310,7 @@ class Supervisor:
             case RankStopped():
                 self._stopped.append(event)
             case RankStack():
-                self._hang.add_stack(event)
+                self._hang.looks.add(event)
             case _:
                 return
         self._changed.set()

@@ -19,6 +19,23 @@ STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
 
 
+class Looks:
+    """The stacks of all ranks as the newest look found them, and as the one before it did."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.newest: dict[int, RankStack] = {}
+        self.before: dict[int, RankStack] = {}
+
+    def begin(self) -> None:
+        """Keep the stacks of the newest look for comparison only: another one begins."""
+        self.before, self.newest = self.newest, {}
+
+    def add(self, stack: RankStack) -> None:
+        """Take what a rank answered."""
+        self.newest[stack.rank] = stack
+
+
 class HangWatch:
     """Watches one attempt of a gang by the heartbeats that its agents send.
 
@@ -31,8 +48,7 @@ class HangWatch:
         self._from_start = from_start
         self._hosts = {place.rank: place.host for place in placement.places}
         self._ranks: dict[int, RankHeartbeat] = {}
-        self._stacks: dict[int, RankStack] = {}
-        self._before: dict[int, RankStack] = {}
+        self.looks = Looks()
         self._suspected: tuple[int, ...] = ()
         self._heard: set[int] = set()
         self._warned: tuple[int, ...] = ()
@@ -106,21 +122,19 @@ class HangWatch:
             and not any(each.heartbeat.uses_gpu for each in running)
         )
 
-    def begin_look(self) -> None:
-        """Keep the stacks of an earlier look for comparison only."""
-        self._before, self._stacks = self._stacks, {}
-
     @property
     def may_wait_in_vain(self) -> bool:
         """Whether a look found all ranks that still run in a collective."""
         running = self._running()
-        found = [self._stacks[each.rank].text for each in running if each.rank in self._stacks]
+        stacks = self.looks.newest
+        found = [stacks[each.rank].text for each in running if each.rank in stacks]
         return len(found) == len(running) > 0 and all(map(is_in_collective, found))
 
     def judge_vain_wait(self) -> None:
         """Compare two looks, and note the wait that they prove."""
         running = [each.rank for each in self._running()]
-        if not (self.suspects_vain_wait and wait_in_vain(running, self._before, self._stacks)):
+        looks = self.looks.before, self.looks.newest
+        if not (self.suspects_vain_wait and wait_in_vain(running, *looks)):
             return
         if self._ended_s:
             self.waits_in_vain = min(running)
@@ -142,7 +156,7 @@ class HangWatch:
         if self._moved() != self._suspected:
             self.stall = None  # it has gone on while the stacks were asked for
             return ""
-        why = excuse_for(self.stall, self._stacks, self._limit_s)
+        why = excuse_for(self.stall, self.looks.newest, self._limit_s)
         if not why:
             return ""
         self.stall = None
@@ -150,28 +164,19 @@ class HangWatch:
         is_known, self._excused = self._excused == self._suspected, self._suspected
         return "" if is_known else f"no progress, but {why}: the gang is left alone"
 
-    @property
-    def stacks(self) -> tuple[RankStack, ...]:
-        """The stacks of the last look, by rank."""
-        return tuple(stack for _, stack in sorted(self._stacks.items()))
-
     def _running(self) -> list[RankHeartbeat]:
         """Return the ranks whose function hasn't ended; nothing before all were heard of."""
         if len(self._ranks) < len(self._hosts):
             return []
         return [each for rank, each in self._ranks.items() if rank not in self._ended_s]
 
-    def add_stack(self, stack: RankStack) -> None:
-        """Take what a rank answered."""
-        self._stacks[stack.rank] = stack
-
     def lacks_stacks(self, asked_s: float) -> bool:
         """Whether to wait for more stacks; `asked_s` of `time.monotonic`."""
         is_early = time.monotonic() - asked_s < STACKS_TIMEOUT_S
-        return is_early and len(self._stacks) < len(self._hosts)
+        return is_early and len(self.looks.newest) < len(self._hosts)
 
     def error(self, attempt: int) -> GangHungError:
         """Return the caller's error, with the stacks that came."""
         assert self.stall is not None
-        stacks = {rank: stack.text for rank, stack in self._stacks.items()}
+        stacks = {rank: stack.text for rank, stack in self.looks.newest.items()}
         return GangHungError(describe(missing_by(self.stall, stacks), self._hosts, stacks), attempt)

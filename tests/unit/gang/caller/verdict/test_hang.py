@@ -214,7 +214,7 @@ def test_an_excuse_holds_for_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return watch.take([rank(0), rank(1)], [].append)
 
     assert [hear(), hear()] == [False, True], "seen twice"
-    watch.add_stack(RankStack(1, "", is_traced=True))
+    watch.looks.add(RankStack(1, "", is_traced=True))
     assert watch.excuse() == "no progress, but rank 1 is in a debugger: the gang is left alone"
     assert not hear()
     now_s += LIMIT_S
@@ -222,7 +222,7 @@ def test_an_excuse_holds_for_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.excuse() == "", "it is said once"
     now_s += LIMIT_S
     assert hear()
-    watch.add_stack(RankStack(1, STACK_OF_MISSING))
+    watch.looks.add(RankStack(1, STACK_OF_MISSING))
     assert watch.excuse() == ""
     assert watch.has_found
 
