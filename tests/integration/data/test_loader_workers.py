@@ -156,7 +156,6 @@ def test_worker_init_fn_reaches_the_users_dataset() -> None:
     assert plain == [[100, 101, 102], [103, 104, 105]]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
 class Records(Numbers):
     """Reads its samples from a file that it has held open from the start, place by place.
 
@@ -198,6 +197,7 @@ class Lines(Numbers):
         return self.file.read(1)[0]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
 def test_each_process_is_told_its_next_batch() -> None:
     """By the stock DataLoader and the rank's; persistent workers too."""
     check_stock_loader(3, multiprocessing_context="fork", persistent_workers=True)
