@@ -1,45 +1,26 @@
 """run_gang, level 1: a function on N ranks across the workers of a Dask cluster."""
 
-import asyncio
-import logging
 import pickle
-import queue
-import time
-import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import cloudpickle
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, InvalidParamsError, WorkerLostError
-from prefect_torch_ddp.gang.caller.code import own_code_paths, pickle_call
-from prefect_torch_ddp.gang.caller.growth import Growth
+from prefect_torch_ddp.errors import GangError, InvalidParamsError
+from prefect_torch_ddp.gang.attempt import run_attempt
+from prefect_torch_ddp.gang.caller.code import pickle_call
 from prefect_torch_ddp.gang.caller.lines import log_event
-from prefect_torch_ddp.gang.caller.placement import (
-    GangSize,
-    choose,
-    is_free,
-    num_workers_needed,
-    place,
-)
+from prefect_torch_ddp.gang.caller.placement import GangSize
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.preload import preload_of
-from prefect_torch_ddp.gang.caller.reservation import GangReservation
-from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
-from prefect_torch_ddp.gang.caller.supervisor import Supervisor
-from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
-from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
-from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
-from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.params import GangOptions
-from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.call import Call
-from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
+from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode, is_script
 
 
@@ -114,15 +95,8 @@ def _plan(call: Call, name: str, given: CallParams, log: AttemptLog) -> GangPlan
         lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
         msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
         raise InvalidParamsError(msg)
-    return GangPlan(
-        name=name,
-        seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
-        options=given,
-        liveness_timeout_s=liveness_timeout_s(),
-        code_paths=own_code_paths(),
-        watched_from_start=not call.takes_context,
-        logs=cloudpickle.dumps(log.logs),
-    )
+    logs = cloudpickle.dumps(log.logs)
+    return GangPlan.new(name, given, logs, watched_from_start=not call.takes_context)
 
 
 def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) -> list[bytes]:
@@ -138,60 +112,7 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
     each, divides = given.ranks_per_worker or 1, given.world_size_divides
     size = GangSize(most, least, each, divides, given.max_world_size, restarts.has_grown)
-    events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-    stop = StopSwitch(given.stop_grace_s)
-    with calling():
-        work = _run_attempt(client, plan, size, events.put, stop)
-        return follow(client, work, events, restarts.receive, stop)
-
-
-async def _run_attempt(
-    client: Client,
-    plan: GangPlan,
-    size: GangSize,
-    sink: Callable[[GangEvent], None],
-    stop: StopSwitch,
-) -> list[bytes]:
-    """Return the pickled values of the ranks, in rank order."""
-    options, sign = plan.options, WaitingSign(sink)
-    queued_s: float | None = None
-    with WorkersWanted(client, plan) as wanted:
-        while True:
-            workers = await gather_workers(client, plan, size, sign, wanted)
-            queued_s = queued_s or time.monotonic()
-            num_free = sum(is_free(worker, plan.resources) for worker in workers)
-            world_size = size.on(len(workers), num_free)
-            num_workers = num_workers_needed(world_size, size.ranks_per_worker)
-            chosen = choose(workers, num_workers, plan.resources)
-            refuse_conflicts(chosen)
-            placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
-            is_extra = size.is_growing or world_size > (size.most or world_size)
-            has_extra = is_extra and num_free >= num_workers
-            reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)
-            growth = Growth(client, plan, size, chosen, world_size, sink, wanted)
-            supervisor = Supervisor(plan, placement, reservation.agents, growth)
-            try:
-                limit_s = options.queue_timeout_s
-                deadline_s = None if limit_s is None else queued_s + limit_s
-                reserving = reservation.reserve(queued_s, deadline_s, sign, wanted)
-                if await _reserve(reserving, sink):
-                    wanted.withdraw()
-                    hosts = tuple(each.host for each in placement.places)
-                    sink(AttemptBegan(plan.attempt, world_size, hosts))
-                    return await supervisor.run(sink, stop)
-            finally:
-                # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
-                # the ranks must go all the same.
-                await asyncio.shield(supervisor.clear(sink))
-
-
-async def _reserve(reserving: Coroutine[Any, Any, bool], sink: Callable[[GangEvent], None]) -> bool:
-    """Reserve all agents; False when the gang is to be placed anew."""
-    try:
-        return await reserving
-    except WorkerLostError as error:
-        sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
-        return False
+    return run_attempt(client, plan, size, restarts.receive)
 
 
 def _unpickle_value(data: bytes, rank: int) -> Any:

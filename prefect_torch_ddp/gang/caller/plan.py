@@ -1,12 +1,15 @@
 """The plan of a gang: what is fixed before it is placed."""
 
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Self
 
 from pydantic import model_validator
 
+from prefect_torch_ddp.gang.caller.code import own_code_paths
 from prefect_torch_ddp.gang.caller.placement import Placement
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.params import Count, GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import (
@@ -61,6 +64,19 @@ class GangPlan:
     """Where the ranks' lines are kept; see `StartOrder`."""
     full_size_s: float = 0.0
     """How long the gang waits for all its ranks while there are workers for its fewest."""
+
+    @classmethod
+    def new(cls, name: str, options: CallParams, logs: bytes, *, watched_from_start: bool) -> Self:
+        """Plan a call that queues for workers from now on."""
+        return cls(
+            name=name,
+            seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
+            options=options,
+            liveness_timeout_s=liveness_timeout_s(),
+            code_paths=own_code_paths(),
+            watched_from_start=watched_from_start,
+            logs=logs,
+        )
 
     @property
     def resources(self) -> dict[str, float]:
