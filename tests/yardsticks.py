@@ -120,10 +120,19 @@ def _changing(node: ast.ClassDef, from_outside: set[str]) -> set[str]:
 
 
 def function_lengths(text: str) -> list[int]:
-    """Return the number of lines of each function, its docstring included."""
+    """Return the number of lines of each function; the docstring of a public one doesn't count."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
+    return [_num_lines(node) - _num_manual_lines(node) for node in functions]
+
+
+def _num_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _num_manual_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    is_manual = ast.get_docstring(node) is not None and not node.name.startswith("_")
+    return _num_lines(node.body[0]) if is_manual else 0
 
 
 def measure_revision(revision: str) -> dict[str, str]:

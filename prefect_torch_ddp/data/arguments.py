@@ -41,6 +41,14 @@ def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int
         raise InvalidParamsError(msg)
 
 
+def refuse_weights_of(dataset: Any, *, shuffle: bool) -> None:
+    """Refuse weights of a dataset that isn't drawn from at random."""
+    if is_sharded(dataset) or not shuffle:
+        what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
+        msg = f"weights draw samples in a random order, and can't be used with {what}"
+        raise InvalidParamsError(msg)
+
+
 def checked_weights(weights: Weights, num_samples: int) -> np.ndarray[Any, Any]:
     """Return the weights as float64 [num_samples], a copy."""
     try:

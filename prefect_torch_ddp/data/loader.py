@@ -18,6 +18,7 @@ from prefect_torch_ddp.data.arguments import (
     count_samples,
     is_sharded,
     refuse_clashes,
+    refuse_weights_of,
 )
 from prefect_torch_ddp.data.fetching import (
     SeededDataset,
@@ -121,10 +122,8 @@ class RankLoader:
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
         order = f"the order of seed {seed}" if shuffle else "their own order"
-        if weights is not None and (is_sharded(dataset) or not shuffle):
-            what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
-            msg = f"weights draw samples in a random order, and can't be used with {what}"
-            raise InvalidParamsError(msg)
+        if weights is not None:
+            refuse_weights_of(dataset, shuffle=shuffle)
         drawn_by = None
         if is_sharded(dataset):
             fetched = ShardReader(dataset, seed, shuffle=shuffle)
@@ -138,15 +137,8 @@ class RankLoader:
                 drawn_by = checked_weights(weights, num_samples)
                 digest = hashlib.sha256(drawn_by.tobytes()).hexdigest()[:12]
                 order = f"draws of seed {seed} by weights with the digest {digest}"
-            # Alone, a rank has nobody whose gradients make its stand-in's count for nothing.
-            fetched = SeededDataset(
-                cast("Dataset[Any]", dataset),
-                seed,
-                seed_samples,
-                seeds_here=self._shares.is_virtual,
-                stands_in=may_skip(dataset) and world_size > 1,
-                gathers=collate is default_collate,
-            )
+            gathers = collate is default_collate
+            fetched = self._seeded(dataset, seed, seed_samples, gathers=gathers)
         self.batches = GlobalBatches(
             num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by
         )
@@ -159,6 +151,19 @@ class RankLoader:
         self._refuses_nones = not (is_alone or self._keeps_nones)
         self._generator = torch.Generator(device="cpu")
         self._loader = self._make_loader(fetched, collate, dataloader_kwargs)
+
+    def _seeded(
+        self, dataset: Any, seed: int, seed_samples: SeedSamples, *, gathers: bool
+    ) -> SeededDataset:
+        return SeededDataset(
+            dataset,
+            seed,
+            seed_samples,
+            seeds_here=self._shares.is_virtual,
+            # Alone, a rank has nobody whose gradients make its stand-in's count for nothing.
+            stands_in=may_skip(dataset) and self.world_size > 1,
+            gathers=gathers,
+        )
 
     def _make_loader(
         self, fetched: Dataset[Any], collate: Callable[[Any], Any], options: Mapping[str, Any]

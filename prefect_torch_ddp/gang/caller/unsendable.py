@@ -40,7 +40,8 @@ def _named(
     fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     try:
-        given = inspect.signature(fn).bind_partial(*args, **kwargs).arguments  # type: ignore[arg-type]
+        signature = inspect.signature(fn)  # type: ignore[arg-type]
+        given = signature.bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # a script's, or they don't fit, which the call will say
         given = {**{f"args[{i}]": value for i, value in enumerate(args)}, **kwargs}
     yield from given.items()
