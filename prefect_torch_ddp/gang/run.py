@@ -10,11 +10,11 @@ from distributed import Client
 
 from prefect_torch_ddp.errors import GangError, InvalidParamsError
 from prefect_torch_ddp.gang.attempt import run_attempt
-from prefect_torch_ddp.gang.caller.code import pickle_call
 from prefect_torch_ddp.gang.caller.lines import log_event
 from prefect_torch_ddp.gang.caller.placement import GangSize
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
-from prefect_torch_ddp.gang.caller.preload import preload_of
+from prefect_torch_ddp.gang.caller.sent.code import pickle_call
+from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts

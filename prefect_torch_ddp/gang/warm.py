@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Worker
 
-from prefect_torch_ddp.gang.caller.preload import preload_of
+from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_client
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 

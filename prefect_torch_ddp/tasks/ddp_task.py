@@ -22,12 +22,11 @@ from prefect.tasks import TaskOptions
 
 from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.unsendable import unsendable
+from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.gangs.training import training_gang
 from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.run import (
@@ -40,6 +39,7 @@ from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
+from prefect_torch_ddp.tracking.digest import digest_of
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
 

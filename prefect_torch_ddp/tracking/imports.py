@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prefect_torch_ddp.gang.caller.preload import find_module, folders_of
+from prefect_torch_ddp.gang.caller.sent.preload import find_module, folders_of
 from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.rank import is_installed
 

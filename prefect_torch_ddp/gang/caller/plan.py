@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from prefect_torch_ddp.gang.caller.code import own_code_paths
 from prefect_torch_ddp.gang.caller.placement import Placement
+from prefect_torch_ddp.gang.caller.sent.code import own_code_paths
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.params import Count, GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity

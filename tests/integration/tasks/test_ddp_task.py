@@ -468,7 +468,7 @@ def test_calls_of_one_key_and_equal_arguments_are_one_training(
 DIGEST = """
 import numpy, torch
 from tests.workloads.flows import fit
-from prefect_torch_ddp.tasks.digest import digest_of
+from prefect_torch_ddp.tracking.digest import digest_of
 letters = {"class_a", "class_b", "class_c", "class_d"}
 module = torch.nn.Sequential(torch.nn.Linear(2, 1))
 torch.nn.init.ones_(module[0].weight), torch.nn.init.ones_(module[0].bias)

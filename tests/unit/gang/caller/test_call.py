@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.code import pickle_call
+from prefect_torch_ddp.gang.caller.sent.code import pickle_call
 from prefect_torch_ddp.protocol.call import Call
 
 ENTRY = Call("package.stages:run_task", takes_context=True)

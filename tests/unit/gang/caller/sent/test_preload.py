@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.code import own_code_paths
-from prefect_torch_ddp.gang.caller.preload import preload_of
+from prefect_torch_ddp.gang.caller.sent.code import own_code_paths
+from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.protocol.rank import Preload
 
 

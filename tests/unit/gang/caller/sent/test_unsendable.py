@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.code import pickle_call
-from prefect_torch_ddp.gang.caller.unsendable import unsendable
+from prefect_torch_ddp.gang.caller.sent.code import pickle_call
+from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.protocol.call import Call
 
 LOCK = threading.Lock()

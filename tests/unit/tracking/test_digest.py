@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefect_torch_ddp.tasks.digest import digest_of
+from prefect_torch_ddp.tracking.digest import digest_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.unsendable import unsendable
+from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import CodePaths, is_installed, package_folders
 
