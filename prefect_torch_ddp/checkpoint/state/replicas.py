@@ -3,6 +3,7 @@
 A rank sums each large tensor down to a 63rd during the step, which reads it once at the speed of
 memory, on the device where it is; a thread hashes the sums. A single flipped bit always changes
 its sum. Copies and whole hashes would take several times as long, and a second model of memory.
+The module is long since what is taken on a rank and what rank 0 compares must fit each other.
 """
 
 import functools
