@@ -163,7 +163,7 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
     wait_until(mark.exists)
     with Client(address) as client:
         running = client.processing().items()
-        (of_task,) = (at for at, keys in running if any(key.startswith("fit-") for key in keys))
+        (of_task,) = (at for at, keys in running if any(key.startswith("train-") for key in keys))
         process = psutil.Process(client.run(os.getpid, workers=[of_task])[of_task])
     stop(process)
 

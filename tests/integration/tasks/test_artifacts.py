@@ -129,7 +129,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
     assert RUN in last[PAGE].data
     assert "| Attempt | 3 |" in last[PAGE].data
     assert "| World size | 1 ranks |" in last[PAGE].data
-    assert "| Checkpoints | every 12 s |" in last[PAGE].data
+    assert "| Checkpoints | by time, every 12 s |" in last[PAGE].data
 
 
 def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_back(
