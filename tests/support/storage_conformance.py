@@ -1,5 +1,6 @@
 """What every storage must do: one suite, run against each of them."""
 
+import gc
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -221,6 +222,7 @@ def in_processes(calls: list[tuple[Any, ...]]) -> list[Any]:
         FORK.Process(target=_send_result, args=(sender, *call))
         for (_, sender), call in zip(pipes, calls, strict=True)
     ]
+    gc.freeze()  # else each child, as it collects, copies all that this process has
     try:
         for child in children:
             child.start()
@@ -229,6 +231,7 @@ def in_processes(calls: list[tuple[Any, ...]]) -> list[Any]:
             assert receiver.poll(HANG_S), "a process did not answer"
             results.append(receiver.recv())
     finally:
+        gc.unfreeze()
         for child, (receiver, sender) in zip(children, pipes, strict=True):
             child.join(HANG_S if len(results) == len(calls) else 0)
             child.kill()
