@@ -5,6 +5,7 @@ import contextlib
 import gc
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -51,6 +52,7 @@ R = TypeVar("R")
 
 LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
+CONNECT_POLL_S = 0.02
 
 
 @atexit.register
@@ -185,11 +187,19 @@ def current_client() -> Iterator[distributed.Client]:
     leave_thread()
     try:
         client = distributed.get_client()
+        _wait_until_connected(client)
         _refuse_second_life(client, worker, key)
     except OSError as error:
         msg = f"the task's way to the scheduler was lost ({type(error).__name__}: {error})"
         raise SchedulerLostError(msg) from error
     yield client
+
+
+def _wait_until_connected(client: distributed.Client) -> None:
+    """Wait for a client that another task of this worker, whose tasks share it, is opening."""
+    ends_s = time.monotonic() + liveness_timeout_s()
+    while client.status in ("newly-created", "connecting") and time.monotonic() < ends_s:
+        time.sleep(CONNECT_POLL_S)
 
 
 def _refuse_second_life(

@@ -96,10 +96,11 @@ def test_a_task_that_waits_for_its_retry_leaves_its_thread_to_others(tmp_path: P
 
 def test_a_training_ends_while_others_use_the_threads_of_its_worker(tmp_path: Path) -> None:
     """Its task waits for no thread once its ranks have returned."""
-    mark = tmp_path / "the first one has ended"
+    begun, mark = tmp_path / "the first one has begun", tmp_path / "the first one has ended"
 
     @ddp_task(world_size=1, storage=str(tmp_path))
     def first(ctx: RankContext) -> int:
+        begun.touch()
         return ctx.world_size
 
     @ddp_task(world_size=1, storage=str(tmp_path))
@@ -111,10 +112,12 @@ def test_a_training_ends_while_others_use_the_threads_of_its_worker(tmp_path: Pa
 
         @flow(task_runner=on(cluster))
         def both() -> tuple[int, int]:
-            futures = first.submit(), second.submit()
-            ended = futures[0].result()
+            the_first = first.submit()
+            wait_until(begun.exists)  # else the second one's gang may have the worker before it
+            the_second = second.submit()
+            ended = the_first.result()
             mark.touch()
-            return ended, futures[1].result()
+            return ended, the_second.result()
 
         assert both() == (1, 1)
 
