@@ -5,6 +5,7 @@ import os
 import pdb  # noqa: T100 - what is tested
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.protocol.heartbeat import PHASE, Phase
 from prefect_torch_ddp.rank.link import current_link
+from tests.support.waiting import wait_until
 from tests.workloads.hanging import work
 
 
@@ -85,6 +87,18 @@ def forks_a_child_that_returns() -> str:
         return "child"
     os.waitpid(child, 0)
     return Phase(current_link().heartbeat._words[PHASE]).name
+
+
+def held_by_a_tracer(ctx: RankContext, folder: str) -> int:
+    """Rank 1 says its process id in step 2, and goes on once it is told to."""
+    loader = ctx.loader(TensorDataset(torch.ones(6)), global_batch_size=ctx.world_size)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == 1 and ctx.step == 2:
+            Path(folder, "written").write_text(str(os.getpid()))
+            Path(folder, "written").rename(Path(folder, "pid"))
+            wait_until(Path(folder, "goes on").exists)
+        dist.all_reduce(torch.ones(1))
+    return ctx.step
 
 
 class SlowLater(Dataset[torch.Tensor]):

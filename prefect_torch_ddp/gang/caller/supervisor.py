@@ -143,8 +143,10 @@ class Supervisor:
         while not (self._broken or self._failures):
             if len(self._returned) == size:
                 return
-            if self._hang.has_found and await self._is_confirmed(sink):
-                return
+            if self._hang.has_found:
+                if await self._is_confirmed(sink):
+                    return
+                continue  # the look waits for news too, and has taken those that came meanwhile
             await self._news()
 
     async def _news(self, timeout_s: float | None = None) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,46 @@ def test_a_rank_at_a_breakpoint_is_left_alone(client: Client, tmp_path: Path) ->
     call = hanging.config_in(tmp_path), patient.breakpoint_in_a_step, (10.0,)
     values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=1.0)
     assert values == [2, 2]
+
+
+TRACER = """
+import ctypes, os, sys, time
+from pathlib import Path
+
+pid, seconds, until = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
+threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+for each in threads:
+    if ptrace(SEIZE, each, None, None):
+        sys.exit(os.strerror(ctypes.get_errno()))
+    assert ptrace(INTERRUPT, each, None, None) == 0
+    os.waitpid(each, 0x40000000)  # __WALL
+time.sleep(seconds)  # it is what is tested
+until.touch()
+for each in threads:
+    assert ptrace(DETACH, each, None, None) == 0
+"""
+
+
+def test_a_rank_held_by_a_debugger_of_another_process_is_left_alone(
+    client: Client, tmp_path: Path
+) -> None:
+    """As gdb holds one: it answers no look, and gets no signal, at which gdb would stop it."""
+    call = hanging.config_in(tmp_path), patient.held_by_a_tracer, (str(tmp_path),)
+    with ThreadPoolExecutor(1) as pool:
+        gang = pool.submit(
+            run_gang, client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=1.0
+        )
+        wait_until((tmp_path / "pid").exists)
+        pid = (tmp_path / "pid").read_text()
+        command = [sys.executable, "-c", TRACER, pid, "8", tmp_path / "goes on"]
+        tracer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        (tmp_path / "goes on").touch()
+        if "not permitted" in tracer.stderr:
+            pytest.skip("this user may not attach a debugger to another process")
+        assert (tracer.returncode, tracer.stderr) == (0, "")
+        assert gang.result(60) == [3, 3]
 
 
 def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
