@@ -32,17 +32,8 @@ from prefect_torch_ddp.gang.policy import (
     record_of,
 )
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
+from tests.support.failures import BOOM
 
-BOOM = RankFailure(
-    rank=1,
-    host="b",
-    pid=2,
-    kind="exception",
-    summary="ValueError: boom",
-    exception_type="builtins.ValueError",
-    step=12,
-    retryability="open",
-)
 KILLED = replace(BOOM, kind="signal", signal=9, retryability="transient")
 EARLY = replace(BOOM, step=None)
 IMPORTS = replace(BOOM, retryability="hopeless", exception_type="builtins.ImportError")

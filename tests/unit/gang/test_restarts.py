@@ -10,18 +10,8 @@ from prefect_torch_ddp.errors import (
     WorkerLostError,
 )
 from prefect_torch_ddp.gang.restarts import CallAttemptLog, Restarts
-from prefect_torch_ddp.protocol.events import AttemptBegan, RankFailure
-
-BOOM = RankFailure(
-    rank=1,
-    host="b",
-    pid=2,
-    kind="exception",
-    summary="ValueError: boom",
-    exception_type="builtins.ValueError",
-    step=12,
-    retryability="open",
-)
+from prefect_torch_ddp.protocol.events import AttemptBegan
+from tests.support.failures import BOOM
 
 
 def run(max_restarts: int, *ends: Exception) -> list[bytes]:
