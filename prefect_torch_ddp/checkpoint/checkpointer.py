@@ -25,11 +25,11 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     refuse_unshared,
     wait_for_report,
 )
+from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, digest_of
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.replicas import (
     NOTHING,
-    Comparison,
     Replicas,
     Sketch,
     digests_of,

@@ -1,15 +1,13 @@
-"""Whether all ranks hold the same: digests of tracked objects, taken at a save and compared.
+"""What a rank reports of its tracked objects at a save, for `comparison` with the other ranks'.
 
 A rank sums each large tensor down to a 63rd during the step, which reads it once at the speed of
 memory, on the device where it is; a thread hashes the sums. A single flipped bit always changes
 its sum. Copies and whole hashes would take several times as long, and a second model of memory.
-The module is long since what is taken on a rank and what rank 0 compares must fit each other.
 """
 
 import functools
-import logging
 import platform
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,16 +22,12 @@ from torch import nn
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.serial import NUMPYS, PYTHONS, is_plain
 from prefect_torch_ddp.checkpoint.state.whole import state_alone
-from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
-
-logger = logging.getLogger(__name__)
 
 _NUM_ROWS = 63  # odd: the sum of a column shows where all its signs are another
 _WORD_BYTES = 8
 _SMALL_BYTES = 2**16
 """Up to here a tensor is hashed as it is."""
-_DIGEST_BYTES = 8
-_MOST_SHOWN = 8
+DIGEST_BYTES = 8
 _FLOATS = {float, complex}
 
 Report = Mapping[str, Any]
@@ -89,7 +83,7 @@ class Sketch:
             for kind, num_bytes in layout:
                 end = start + num_bytes
                 hashed = blake3(data[start:end]).update(kind.encode())
-                found += hashed.digest(length=_DIGEST_BYTES)
+                found += hashed.digest(length=DIGEST_BYTES)
                 start = end
             digests[name] = b64encode(found).decode()
         report = {"digests": digests, "structures": self.structures, "plain": self.plain}
@@ -208,7 +202,7 @@ def _digest_of(value: Any, *, has_floats: bool = True) -> str:
     It is the same in every process: neither the order of a dict or set nor an address counts.
     """
     text = _spelled_out(value, has_floats=has_floats)
-    return blake3(text.encode()).hexdigest(length=_DIGEST_BYTES)
+    return blake3(text.encode()).hexdigest(length=DIGEST_BYTES)
 
 
 def _spelled_out(value: Any, *, has_floats: bool) -> str:
@@ -296,176 +290,3 @@ def _computes_on(num_threads: int) -> str:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.get_device_name())
     return ", ".join(parts)
-
-
-class Comparison:
-    """Compares what the ranks report at each save of a training, on rank 0."""
-
-    def __init__(self) -> None:
-        self._noted: set[str] = set()
-
-    def check(self, sketched: Sketch, reports: Sequence[Report], *, is_first: bool = True) -> None:
-        """Refuse what differs and mustn't; log once for each object what may differ.
-
-        Args:
-            sketched: rank 0's.
-            reports: of all ranks.
-            is_first: the training has no checkpoint yet: what is only suspicious is refused, since
-                nothing is lost by it. Later it is warned of.
-
-        Raises:
-            InvalidParamsError: a module has other tensors on some ranks; or a state differs.
-            ReplicasDifferError: a replica differs, between ranks that compute on the same; or the
-                ranks summed different numbers of passes in a step.
-        """
-        _check_passes([report["passes"] for report in reports])
-        notes = check_replicas(sketched.tensors, reports)
-        notes |= _check_plain(sketched, reports, is_first=is_first)
-        for name, note in notes.items():
-            if name not in self._noted:
-                self._noted.add(name)
-                logger.warning(note)
-
-
-def _check_passes(passes: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise ReplicasDifferError if ranks summed different numbers of passes in a step."""
-    for step in sorted({first for each in passes for first, _ in each}):
-        # Of each rank the newest change up to this step.
-        nums = [next((num for first, num in reversed(each) if first <= step), 0) for each in passes]
-        odd = _odd_ones(dict(enumerate(nums)))
-        if odd:
-            usual = next(num for rank, num in enumerate(nums) if rank not in odd)
-            msg = (
-                f"the ranks summed different numbers of backward passes in step {step}: "
-                f"{spelled(odd)} {nums[odd[0]]}, the others {usual}. From there on gradients of "
-                "different batches were added up. Make the same backward passes in every step on "
-                "every rank; if one rank has to leave a batch out, such as for a loss that isn't "
-                "finite, let all ranks leave it out, by an all_reduce of a flag"
-            )
-            raise ReplicasDifferError(msg)
-
-
-def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) -> dict[str, str]:
-    """Compare the reports of all ranks; return, by object, what differs and may do so."""
-    notes = {}
-    for name, own in tensors.items():
-        structures = [report["structures"].get(name) for report in reports]
-        for rank, structure in enumerate(structures):
-            if structure != structures[0]:
-                msg = (
-                    f"the tracked object {name!r} differs between the ranks: its tensors on rank "
-                    f"{rank} have other names or shapes than on rank 0; build it the same way on "
-                    "every rank"
-                )
-                raise InvalidParamsError(msg)
-        of_ranks = [_split(report["digests"].get(name, "")) for report in reports]
-        if any(len(each) != len(own.names) for each in of_ranks):
-            continue  # no module: what isn't a tensor differs as well
-        if all(digests == of_ranks[0] for digests in of_ranks):
-            continue
-        places = [report["computes_on"] for report in reports]
-        _refuse_drifted(name, own, of_ranks, places)
-        differing = [i for i in range(len(own.names)) if len({each[i] for each in of_ranks}) > 1]
-        notes[name] = _note(name, own, of_ranks, differing)
-    return notes
-
-
-def _check_plain(sketched: Sketch, reports: Sequence[Report], *, is_first: bool) -> dict[str, str]:
-    """Compare what isn't a tensor; return what is suspicious and not refused, by object."""
-    notes = {}
-    for name, own in sketched.plain.items():
-        others = [report["plain"].get(name, {}) for report in reports]
-        # What only rank 0 changes, such as a history of what it evaluates, is its own.
-        differing = [
-            rank
-            for rank, other in enumerate(others)
-            if other != own and name not in reports[rank]["unchanged"]
-        ]
-        if not differing:
-            continue
-        rank, is_proved = differing[0], False
-        for each in differing:
-            # Of an optimizer floats count as well.
-            pairs = [(own.get(key, ""), others[each].get(key, "")) for key in [*own, *others[each]]]
-            is_same_place = reports[each]["computes_on"] == reports[0]["computes_on"]
-            if is_same_place and any(one.split()[-1:] != two.split()[-1:] for one, two in pairs):
-                rank, is_proved = each, True
-                break
-        other = others[rank]
-        key = next(key for key in [*own, *other] if own.get(key) != other.get(key))
-        what = (
-            f"the state of the tracked object {name!r} differs between the ranks: {key or 'it'} on "
-            f"rank {rank} isn't as on rank 0, and a resumed run gives every rank rank 0's. Make "
-            "and update it in the same way on every rank; or, if each rank's state is its own, "
-            f"call ctx.track_each({name}=...) instead of ctx.track"
-        )
-        if is_proved and is_first:
-            raise InvalidParamsError(what)
-        notes[name] = what
-    return notes
-
-
-def _refuse_drifted(
-    name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], places: Sequence[str]
-) -> None:
-    """Raise ReplicasDifferError where ranks that compute on the same have other weights."""
-    odd: dict[int, list[int]] = {}  # ranks by the tensor
-    for i in sorted(own.trained):
-        for place in dict.fromkeys(places):
-            ranks = [rank for rank, there in enumerate(places) if there == place]
-            odd.setdefault(i, []).extend(_odd_ones({r: of_ranks[r][i] for r in ranks}))
-    odd = {i: sorted(ranks) for i, ranks in odd.items() if ranks}
-    if not odd:
-        return
-    first = next(iter(odd))
-    others = f" (and {len(odd) - 1} more of its tensors)" if len(odd) > 1 else ""
-    msg = (
-        f"the replicas of {name!r} have drifted apart: {own.names[first]}{others} differs on "
-        f"{spelled(odd[first])} from the others. Every rank has to make the same updates: "
-        "call what ctx.wrap returned, not the model given to it and not .module; make one backward "
-        "pass for each forward pass, and the same steps on every rank; wrap a model again after "
-        "other parameters are to be trained. If each rank trains a model of its own on purpose, "
-        f"call ctx.track_each({name}=...). If none of that is so, a memory or a device may have "
-        "failed. checkpoint.compare_replicas=False turns this check off"
-    )
-    raise ReplicasDifferError(msg)
-
-
-def _odd_ones(digests: Mapping[int, bytes | int]) -> list[int]:
-    """Return the ranks that most of the others don't agree with; of two halves, not rank 0's."""
-    groups: dict[bytes | int, list[int]] = {}
-    for rank, digest in digests.items():
-        groups.setdefault(digest, []).append(rank)
-    most = max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    return [rank for rank in digests if rank not in most]
-
-
-def _note(
-    name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], differing: Sequence[int]
-) -> str:
-    """Say what differs and need not be a fault."""
-    first = next((i for i in differing if i in own.trained), differing[0])
-    ranks = [rank for rank, each in enumerate(of_ranks) if each[first] != of_ranks[0][first]]
-    what = f"{name!r} isn't the same on all ranks: {own.names[first]} differs on {spelled(ranks)}"
-    if first in own.trained:
-        return (
-            f"{what} from rank 0, which computes on another processor, device or number of "
-            "threads. If only the last bits differ, that is why; if not, the replicas have "
-            "drifted apart"
-        )
-    return (
-        f"{what} from rank 0, whose state every rank gets when the run resumes; "
-        f"ctx.track_each({name}=...) keeps each rank's"
-    )
-
-
-def spelled(ranks: Sequence[int]) -> str:
-    """Name some ranks."""
-    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
-    more = ", ..." if len(ranks) > _MOST_SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
-
-
-def _split(text: str) -> list[bytes]:
-    data = b64decode(text)
-    return [data[i : i + _DIGEST_BYTES] for i in range(0, len(data), _DIGEST_BYTES)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120)
 
 GUARDS = (
-    "prefect_torch_ddp.checkpoint.state.replicas",
+    "prefect_torch_ddp.checkpoint.state.comparison",
     "prefect_torch_ddp.checkpoint.checkpointer",
 )
 

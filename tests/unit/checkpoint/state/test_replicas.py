@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from prefect_torch_ddp.checkpoint.state import replicas
+from prefect_torch_ddp.checkpoint.state import comparison
+from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
-from prefect_torch_ddp.checkpoint.state.replicas import Comparison, Replicas, sketch
+from prefect_torch_ddp.checkpoint.state.replicas import Replicas, sketch
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 from tests.support.tracked import Tracked
 
@@ -67,7 +68,7 @@ def test_every_flipped_bit_is_found() -> None:
         flipped = copy.deepcopy(net)
         name = flipped.flip(chance)
         digests = report_of({"model": flipped})[1]["digests"]["model"]
-        pairs = zip(replicas._split(whole), replicas._split(digests), strict=True)
+        pairs = zip(comparison._split(whole), comparison._split(digests), strict=True)
         differing = [names[i] for i, (one, other) in enumerate(pairs) if one != other]
         num_found += differing == [name]
     assert num_found == 1000
