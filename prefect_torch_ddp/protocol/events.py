@@ -113,7 +113,7 @@ class CheckpointCommitted:
     num_bytes: int
     """Of all its objects."""
     value: float | None = None
-    """Of the metric by which checkpoints are the best, where rank 0 had reported it."""
+    """Of the metric by which checkpoints are the best, the mean over the ranks that reported it."""
     every_s: float | None = None
     """How often one is due by time at present; None: never."""
 

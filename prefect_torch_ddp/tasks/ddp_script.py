@@ -10,7 +10,8 @@ from prefect import Task
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, is_script
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, GangTask, TaskCode, ddp_task
+from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, GangTask, ddp_task
+from prefect_torch_ddp.tasks.gangs.task_training import TaskCode
 
 
 def ddp_script(

@@ -1,7 +1,4 @@
-"""ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks.
-
-With a `run_key` a call's training is known by a digest of its arguments' content.
-"""
+"""ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks."""
 
 import functools
 import inspect
@@ -17,31 +14,22 @@ from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
-from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 
-from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
+from prefect_torch_ddp.blocks import absolute_reference
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
-from prefect_torch_ddp.params import ContextOptions, ContextParams
+from prefect_torch_ddp.params import ContextOptions
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.gangs.training import training_gang
+from prefect_torch_ddp.tasks.gangs.task_training import TaskCode, TaskParams, train
 from prefect_torch_ddp.tasks.off_thread import off_thread
-from prefect_torch_ddp.tasks.run import (
-    RUN_TASK,
-    rank_config,
-    run_id_of,
-    slug,
-)
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
-from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.digest import digest_of
-from prefect_torch_ddp.tracking.recorder import RunRecorder
-from prefect_torch_ddp.tracking.resume import resume_point, weights_from
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,41 +42,6 @@ class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
     world_size: int | None
     run_key: str | None
     process_group: ProcessGroupMode
-
-
-class TaskParams(ContextParams):
-    """The parameters of a ddp_task beyond Prefect's own."""
-
-    run_key: str | None = None
-    """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one. If that
-    one's training had ended, the function runs again from the last checkpoint, and adds no step.
-    With Prefect's `persist_result=True` it doesn't run again: Prefect returns the value that it
-    kept. In another process equal arguments may count as different if they are pickled by value,
-    such as functions and classes of `__main__` and instances of such classes.
-    None: each task run is a training of its own, which only its own retries resume."""
-    process_group: ProcessGroupMode = "default"
-    """default: initialised before the function runs; user: the function, or a library that it uses,
-    initialises it from the environment, as under torchrun; none: there is none. `ctx.wrap` and, on
-    several ranks, `ctx.track` need one."""
-
-
-@dataclass(frozen=True)
-class TaskCode:
-    """What code a task's ranks run, for the run's record and for comparisons."""
-
-    module: str
-    """Where it is from, under the name that the module has when it is imported."""
-    workload: str
-    source: Path | None
-    """The file that is kept with the run, if it is one."""
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any]) -> Self:
-        """Describe a function."""
-        source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
-        named = f"{fn.__module__}:{fn.__qualname__}"
-        return cls(_module_of(fn), named, source if source.is_file() else None)
 
 
 @overload
@@ -128,7 +81,7 @@ def ddp_task(
             if _brings_context(fn, args, kwargs):  # a test of the function, in one process
                 value: R = fn(*args, **kwargs)  # type: ignore[arg-type]
             else:
-                value = or_cancelled(run_as_task, fn, args, kwargs)
+                value = or_cancelled(_run_as_task, fn, args, kwargs)
             return value
 
         functools.update_wrapper(run, fn)
@@ -136,7 +89,7 @@ def ddp_task(
         # that cached results depend on.
         run.__signature__ = _signature_without_context(fn)  # type: ignore[attr-defined]
         task: GangTask[P, R] = GangTask(run, **{"retry_condition_fn": is_worth_a_retry, **prefects})
-        task.code = TaskCode.of(fn)
+        task.code = _code_of(fn)
         return task.with_params(params)
 
     ours, prefects = _parted(options)
@@ -148,6 +101,12 @@ def _parted(options: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, An
     prefects = TaskOptions.__annotations__.keys()
     ours = {name: value for name, value in options.items() if name not in prefects}
     return ours, {name: value for name, value in options.items() if name in prefects}
+
+
+def _code_of(fn: Callable[..., Any]) -> TaskCode:
+    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
+    named = f"{fn.__module__}:{fn.__qualname__}"
+    return TaskCode(_module_of(fn), named, source if source.is_file() else None)
 
 
 def _module_of(fn: Callable[..., Any]) -> str:
@@ -193,12 +152,6 @@ class GangTask(Task[P, R]):
 
     params = TaskParams()
     code = TaskCode("", "", None)
-
-    @property
-    def experiment(self) -> str:
-        """What the runs of this task in this flow, or deployment, have in common."""
-        key = self.params.run_key
-        return experiment_of(self.code.module, self.name if key is None else f"{self.name}:{key}")
 
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters, which make another training of a call for Prefect's cache too."""
@@ -278,7 +231,7 @@ class _CachedTraining(CachePolicy):
         return key and f"{key}-{self.chosen[:16]}"
 
 
-def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the function on the ranks of this process's task run; return rank 0's value."""
     context = TaskRunContext.get()
     task = None if context is None else context.task
@@ -290,53 +243,4 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             f"on a gang, call {name}(...) or {name}.submit(...) in a flow"
         )
         raise InvalidParamsError(msg)
-    params = task.params
-    storage = resolve_storage(params.storage)
-    storage.check_writable()  # one that ignores conditions would let two attempts commit
-    run_id = _run_id(context, params, args, kwargs)
-    experiment = task.experiment
-    resume_from = resume_point(params, storage, run_id, experiment)
-    get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
-    arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
-    draft = draft_record(
-        params,
-        run_id,
-        experiment,
-        storage,
-        workload=task.code.workload,
-        arguments=plain_values(arguments),
-        weights_from=weights_from(resume_from),
-    )
-    recorder = RunRecorder(storage, draft, task.code.source)
-    with training_gang(
-        params,
-        recorder,
-        storage,
-        name=run_id,
-        is_workload=False,
-        process_group=params.process_group,
-        fn=RUN_TASK,
-        args=lambda attempt: (
-            rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
-            fn,
-            args,
-            kwargs,
-        ),
-        **params.options_of_gang(),
-    ) as values:
-        recorder.returned(values[0])
-    return values[0]
-
-
-def _run_id(
-    context: TaskRunContext, params: TaskParams, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
-    if params.run_key is None:
-        return run_id_of(context.task.name, context.task_run.id)
-    # All that makes another training of it: never may one resume a checkpoint of the other.
-    chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    where = str(context.task_run.flow_run_id), context.task.name
-    digest = digest_of(
-        (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
-    )
-    return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
+    return train(context, task.params, task.code, Call(fn, tuple(args), kwargs))

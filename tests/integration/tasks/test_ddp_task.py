@@ -41,7 +41,7 @@ from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.ddp_task import TaskParams
+from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tracking.description import draft_record
 from prefect_torch_ddp.tracking.resume import resume_point

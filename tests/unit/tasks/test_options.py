@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
 from prefect_torch_ddp.gang.checks import check_call, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
-from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
+from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions
 from prefect_torch_ddp.tasks.gangs.stage import options_of_stage
+from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 
 
 def fit(ctx: RankContext, lr: float = 0.1) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from prefect_torch_ddp.tasks.ddp_task import TaskParams, _run_id
+from prefect_torch_ddp.tasks.gangs.task_training import TaskParams, task_run_id
 from prefect_torch_ddp.tasks.run import run_id_of
 
 FLOW_RUN = UUID("01989fd2-7b1e-7c3a-9f00-1b2c3d4e5f60")
@@ -48,7 +48,7 @@ def name_of(
     """Name the training of a call."""
     task_run = SimpleNamespace(id=TASK_RUN, flow_run_id=flow_run)
     context: Any = SimpleNamespace(task=SimpleNamespace(name=name), task_run=task_run)
-    return _run_id(context, params, args, kwargs)
+    return task_run_id(context, params, args, kwargs)
 
 
 def test_runs_that_are_scheduled_together_are_told_apart() -> None:

@@ -1,0 +1,116 @@
+"""The training of one run of a ddp_task: its name, its record, and its gang.
+
+With a `run_key` a call's training is known by a digest of its arguments' content.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+
+from prefect_torch_ddp.blocks import resolve_storage
+from prefect_torch_ddp.params import ContextParams
+from prefect_torch_ddp.protocol.call import Call
+from prefect_torch_ddp.protocol.rank import ProcessGroupMode
+from prefect_torch_ddp.tasks.gangs.training import training_gang
+from prefect_torch_ddp.tasks.run import RUN_TASK, rank_config, run_id_of, slug
+from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
+from prefect_torch_ddp.tracking.digest import digest_of
+from prefect_torch_ddp.tracking.recorder import RunRecorder
+from prefect_torch_ddp.tracking.resume import resume_point, weights_from
+
+
+class TaskParams(ContextParams):
+    """The parameters of a ddp_task beyond Prefect's own."""
+
+    run_key: str | None = None
+    """Names a training within its flow run. Calls of the task with the same key and equal arguments
+    are one training, also when the flow run is retried: a call resumes the previous one. If that
+    one's training had ended, the function runs again from the last checkpoint, and adds no step.
+    With Prefect's `persist_result=True` it doesn't run again: Prefect returns the value that it
+    kept. In another process equal arguments may count as different if they are pickled by value,
+    such as functions and classes of `__main__` and instances of such classes.
+    None: each task run is a training of its own, which only its own retries resume."""
+    process_group: ProcessGroupMode = "default"
+    """default: initialised before the function runs; user: the function, or a library that it uses,
+    initialises it from the environment, as under torchrun; none: there is none. `ctx.wrap` and, on
+    several ranks, `ctx.track` need one."""
+
+
+@dataclass(frozen=True)
+class TaskCode:
+    """What code a task's ranks run, for the run's record and for comparisons."""
+
+    module: str
+    """Where it is from, under the name that the module has when it is imported."""
+    workload: str
+    source: Path | None
+    """The file that is kept with the run, if it is one."""
+
+
+def train(
+    context: TaskRunContext,
+    params: TaskParams,
+    code: TaskCode,
+    call: Call,
+) -> Any:
+    """Make a call, of which a RankContext comes first, on the ranks of a task run.
+
+    Returns rank 0's value.
+    """
+    storage = resolve_storage(params.storage)
+    storage.check_writable()  # one that ignores conditions would let two attempts commit
+    run_id = task_run_id(context, params, call.args, call.kwargs)
+    name, key = context.task.name, params.run_key
+    # What the runs of this task in this flow, or deployment, have in common.
+    experiment = experiment_of(code.module, name if key is None else f"{name}:{key}")
+    resume_from = resume_point(params, storage, run_id, experiment)
+    get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
+    arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
+    draft = draft_record(
+        params,
+        run_id,
+        experiment,
+        storage,
+        workload=code.workload,
+        arguments=plain_values(arguments),
+        weights_from=weights_from(resume_from),
+    )
+    recorder = RunRecorder(storage, draft, code.source)
+    with training_gang(
+        params,
+        recorder,
+        storage,
+        name=run_id,
+        is_workload=False,
+        process_group=params.process_group,
+        fn=RUN_TASK,
+        args=lambda attempt: (
+            rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
+            call.fn,
+            call.args,
+            call.kwargs,
+        ),
+        **params.options_of_gang(),
+    ) as values:
+        recorder.returned(values[0])
+    return values[0]
+
+
+def task_run_id(
+    context: TaskRunContext, params: TaskParams, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Name the training of a task run: its own, or with a `run_key` that of all equal calls."""
+    if params.run_key is None:
+        return run_id_of(context.task.name, context.task_run.id)
+    # All that makes another training of it: never may one resume a checkpoint of the other.
+    chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
+    where = str(context.task_run.flow_run_id), context.task.name
+    digest = digest_of(
+        (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
+    )
+    return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
