@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from prefect_torch_ddp.checkpoint.state import comparison
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
-from prefect_torch_ddp.checkpoint.state.replicas import Replicas, sketch
+from prefect_torch_ddp.checkpoint.state.replicas import Replicas, digests_of, sketch
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 from tests.support.tracked import Tracked
 
@@ -287,7 +287,7 @@ def test_floats_that_differ_are_said_and_not_refused(
 def test_what_only_rank_0_changes_is_let_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Such as a history of what it evaluates: every rank gets rank 0's, which is what it is."""
     history = Tracked([])
-    at_first = {"history": replicas.digests_of(history.state_dict())}
+    at_first = {"history": digests_of(history.state_dict())}
     other = sketch({"history": history}, at_first=at_first).report()
     history.value += [{"step": 1, "accuracy": 0.5}, torch.ones(3)]
     own = sketch({"history": history}, at_first=at_first)
@@ -319,13 +319,13 @@ DIFFERENT_STATES: dict[str, tuple[Any, Any]] = {
 def test_digests_tell_plain_states_apart(kind: str) -> None:
     """They are the same for equal states, however they are made, and differ for others."""
     one, two = {**EQUAL_STATES, **DIFFERENT_STATES}[kind]
-    is_same = replicas.digests_of({"x": one}) == replicas.digests_of({"x": two})
+    is_same = digests_of({"x": one}) == digests_of({"x": two})
     assert is_same == (kind in EQUAL_STATES)
 
 
 def test_digests_without_floats_leave_them_out_of_many() -> None:
     """Of a long list of plain values too, and nothing else of it."""
-    digests = [replicas.digests_of(each)[""].split() for each in ([1, 0.5], [1, 0.25], [2, 0.5])]
+    digests = [digests_of(each)[""].split() for each in ([1, 0.5], [1, 0.25], [2, 0.5])]
     assert len({one for one, _ in digests}) == 3
     assert [digests[0][1] == each[1] for each in digests] == [True, True, False]
 
