@@ -23,8 +23,8 @@ from prefect_torch_ddp.tasks.cluster import cluster_lives, connect, on_worker, r
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
-from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import train
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.watch.terminal import Display

@@ -26,7 +26,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     wait_for_report,
 )
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
-from prefect_torch_ddp.checkpoint.state.objects import check_loadable, digest_of
+from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.replicas import (
     NOTHING,
@@ -216,7 +216,7 @@ class Checkpointer:
         staged = self._stage(objects, world_size)
         self._staging.wait()
         return any(
-            digest_of(self._serializer.to_view(state)) != digests.get(name)
+            content_digest(self._serializer.to_view(state)) != digests.get(name)
             for name, state in staged.items()
         )
 
@@ -290,7 +290,7 @@ class Checkpointer:
         try:
             self._staging.wait()
             if snapshot.sketched is not None:
-                report["replicas"] = snapshot.sketched.report()
+                report["replicas"] = snapshot.sketched.digests()
             for name, state in snapshot.states.items():
                 found = self._write(manifest, name, state)
                 is_module = name in snapshot.modules
@@ -318,7 +318,7 @@ class Checkpointer:
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), digest_of(data))
+        return ManifestObject(name, key, len(data), content_digest(data))
 
     def _commit(
         self, manifest: Manifest, turn: int, own: dict[str, Any], sketched: Sketch | None

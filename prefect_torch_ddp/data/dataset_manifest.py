@@ -123,14 +123,14 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
     num_bytes = sum(file.num_bytes for file in files)
     return DatasetManifest(
         dataset_id=dataset_id,
-        digest=_digest_of(files),
+        digest=_dataset_digest(files),
         num_bytes=num_bytes,
         folder=folder.name,
         files=files,
     )
 
 
-def _digest_of(files: Iterable[DatasetFile]) -> str:
+def _dataset_digest(files: Iterable[DatasetFile]) -> str:
     lines = "".join(f"{file.sha256}  {file.key}\n" for file in files)
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -161,7 +161,7 @@ def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
         why = f"can't be read: {reason}"
         raise damaged(storage, dataset_id, "manifest.json", why) from error
-    if manifest.digest != _digest_of(manifest.files):
+    if manifest.digest != _dataset_digest(manifest.files):
         why = "is damaged: its digest isn't that of its entries"
         raise damaged(storage, dataset_id, "manifest.json", why)
     return manifest

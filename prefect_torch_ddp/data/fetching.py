@@ -118,7 +118,7 @@ def gathered(dataset: object, indices: Sequence[int]) -> list[torch.Tensor] | No
         return None
     is_torchs = type(dataset).__getitem__ is TensorDataset.__getitem__
     is_torchs &= default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
-    if not is_torchs or not all(map(_is_plain, dataset.tensors)):
+    if not is_torchs or not all(map(_stacks_by_index, dataset.tensors)):
         return None
     for chosen in choices:
         indices = _chosen(chosen, indices)
@@ -138,7 +138,7 @@ def _chosen(chosen: Any, indices: Sequence[int]) -> Sequence[int]:
     return [chosen[i] for i in indices]
 
 
-def _is_plain(tensor: object) -> bool:
+def _stacks_by_index(tensor: object) -> bool:
     """Whether index_select gives what torch.stack would of the samples, to the strides."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.is_nested:
         return False

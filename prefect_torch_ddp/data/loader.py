@@ -53,7 +53,7 @@ class RankLoader:
     Randomness: without virtual ranks, iterating doesn't touch the global random generators. In
     worker processes (`num_workers` > 0) they are seeded anew for each sample from (seed, epoch,
     sample index), so augmentation is the same whatever the number of workers, the world size or
-    the batch an epoch is resumed at, also behind torch's `Subset`, `random_split` and
+    the batch an epoch is resumed at, also through torch's `Subset`, `random_split` and
     `StackDataset`. A dataset with a `__getitems__` of its own is seeded once per fetched batch,
     by its first index: the same at the same world size. With `num_workers=0` the
     dataset draws from the rank's own global generators, in order: a resumed training reproduces

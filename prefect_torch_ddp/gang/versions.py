@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prefect_torch_ddp.errors import VersionConflictError
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 
 PACKAGES = ("prefect-torch-ddp", "torch", "numpy", "cloudpickle", "dask", "distributed", "prefect")
 

@@ -22,7 +22,7 @@ from prefect_torch_ddp.protocol.events import (
     encode_event,
 )
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -106,7 +106,7 @@ class DirectoryStorage(Storage):
         """See `Storage.write`."""
         path = self._path(key)
         with _explained("write", path), self._finished_file(data) as temporary:
-            _place(temporary, path, os.replace)
+            _move(temporary, path, os.replace)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """See `Storage.write_if_absent`."""
@@ -114,7 +114,7 @@ class DirectoryStorage(Storage):
         with _explained("write", path), self._finished_file(data) as temporary:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            return _place(temporary, path, _link)
+            return _move(temporary, path, _link)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
@@ -197,7 +197,7 @@ def _write_uncached(descriptor: int, data: memoryview) -> int:
     return num_written
 
 
-def _place(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
+def _move(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
     """Move the file into place, again where a neighbour's delete took the empty folder away."""
     for remaining in reversed(range(100)):
         try:

@@ -29,7 +29,7 @@ from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
-from prefect_torch_ddp.tracking.digest import digest_of
+from prefect_torch_ddp.tracking.digest import value_digest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -223,7 +223,7 @@ class _CachedTraining(CachePolicy):
             isolation_level=inner.isolation_level,
             lock_manager=inner.lock_manager,
             inner=inner,
-            chosen=digest_of(chosen),
+            chosen=value_digest(chosen),
         )
 
     def compute_key(self, *args: Any, **kwargs: Any) -> str | None:

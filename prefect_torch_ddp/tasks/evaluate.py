@@ -6,7 +6,7 @@ from prefect.logging import get_run_logger
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 

@@ -10,7 +10,7 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 

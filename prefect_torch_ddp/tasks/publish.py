@@ -20,7 +20,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
 from prefect_torch_ddp.tracking.description import complete_record, draft_record
 

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 
-def digest_of(value: object) -> str:
+def value_digest(value: object) -> str:
     """Return a digest that equal values share, also in other processes, and other values don't.
 
     Not promised for what is pickled by value, such as functions and classes of `__main__` and

@@ -21,7 +21,7 @@ from distributed import Client
 from distributed.security import Security
 
 from prefect_torch_ddp import ClusterParams, TrainParams, run_gang, train_flow
-from prefect_torch_ddp.doctor.main import main as doctor
+from prefect_torch_ddp.doctor.command import main as doctor
 from tests.support.blocks import FOLDER, save_block
 from tests.support.gangs import pids_in
 from tests.support.s3_server import S3Server

@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, live
 from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.state.objects import digest_of, read_states
+from prefect_torch_ddp.checkpoint.state.objects import content_digest, read_states
 from prefect_torch_ddp.checkpoint.state.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
@@ -142,7 +142,7 @@ class Order:
             lineage.steps.append((step, attempt))
             key, data = object_key("run", step, attempt, "model"), to_bytes(lineage.state_dict())
             storage.write(key, data)
-            model = ManifestObject("model", key, len(data), digest_of(data))
+            model = ManifestObject("model", key, len(data), content_digest(data))
             value = {"value": self.chance.random()}
             committer.commit(Manifest("run", step, attempt, 1, {}, 1, value, (model,)))
             self.acknowledged.append((step, attempt))

@@ -4,7 +4,7 @@ import logging
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 
-from prefect_torch_ddp.checkpoint.state.replicas import DIGEST_BYTES, Report, Sketch, Tensors
+from prefect_torch_ddp.checkpoint.state.replicas import DIGEST_BYTES, Digests, Sketch, Tensors
 from prefect_torch_ddp.errors import InvalidParamsError, ReplicasDifferError
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ class Comparison:
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
-    def check(self, sketched: Sketch, reports: Sequence[Report], *, is_first: bool = True) -> None:
+    def check(self, sketched: Sketch, reports: Sequence[Digests], *, is_first: bool = True) -> None:
         """Refuse what differs and mustn't; log once for each object what may differ.
 
         Args:
@@ -59,7 +59,7 @@ def _check_passes(passes: Sequence[Sequence[Sequence[int]]]) -> None:
             raise ReplicasDifferError(msg)
 
 
-def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) -> dict[str, str]:
+def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Digests]) -> dict[str, str]:
     """Compare the reports of all ranks; return, by object, what differs and may do so."""
     notes = {}
     for name, own in tensors.items():
@@ -84,7 +84,7 @@ def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Report]) ->
     return notes
 
 
-def _check_plain(sketched: Sketch, reports: Sequence[Report], *, is_first: bool) -> dict[str, str]:
+def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool) -> dict[str, str]:
     """Compare what isn't a tensor; return what is suspicious and not refused, by object."""
     notes = {}
     for name, own in sketched.plain.items():

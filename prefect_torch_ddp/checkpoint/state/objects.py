@@ -130,7 +130,7 @@ def is_local(file: BinaryIO) -> bool:
     return False
 
 
-def digest_of(data: bytes | memoryview) -> str:
+def content_digest(data: bytes | memoryview) -> str:
     """Return the content's BLAKE3 in hex; by one thread, as a training needs the others."""
     return blake3(data).hexdigest()
 

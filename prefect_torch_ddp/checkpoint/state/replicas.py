@@ -30,8 +30,8 @@ _SMALL_BYTES = 2**16
 DIGEST_BYTES = 8
 _FLOATS = {float, complex}
 
-Report = Mapping[str, Any]
-"""What `Sketch.report` returned on a rank."""
+Digests = Mapping[str, Any]
+"""What `Sketch.digests` returned on a rank."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sketch:
     passes: Sequence[tuple[int, int]] = ()
     computes_on: str = ""
 
-    def report(self) -> Report:
+    def digests(self) -> Digests:
         """Hash the sums, which have arrived on the CPU; return what JSON can hold."""
         digests = {}
         for name, layout in self.layouts.items():
@@ -127,10 +127,12 @@ def sketch(
             }
             _sum_up(found, name, named, trained)
             names = [each for each, _ in (*named, *item.named_buffers())]
-            found.structures[name] = _digest_of([names, [kind for kind, _ in found.layouts[name]]])
+            found.structures[name] = _state_digest(
+                [names, [kind for kind, _ in found.layouts[name]]]
+            )
         elif isinstance(item, torch.optim.Optimizer):
             found.plain[name] = {
-                f"param_groups[{i}][{key!r}]": _digest_of(value)
+                f"param_groups[{i}][{key!r}]": _state_digest(value)
                 for i, group in enumerate(item.param_groups)
                 for key, value in group.items()
                 if key != "params"
@@ -157,7 +159,7 @@ def digests_of(state: Any) -> dict[str, str]:
     """
     entries = state.items() if isinstance(state, dict) else [("", state)]
     return {
-        str(key): f"{_digest_of(value)} {_digest_of(value, has_floats=False)}"
+        str(key): f"{_state_digest(value)} {_state_digest(value, has_floats=False)}"
         for key, value in entries
     }
 
@@ -196,7 +198,7 @@ def _tensors_in(state: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor
             yield from _tensors_in(value, f"{place}[{i}]")
 
 
-def _digest_of(value: Any, *, has_floats: bool = True) -> str:
+def _state_digest(value: Any, *, has_floats: bool = True) -> str:
     """Return a digest of what isn't a tensor, and of the tensors' shapes and dtypes.
 
     It is the same in every process: neither the order of a dict or set nor an address counts.
@@ -239,7 +241,7 @@ def _spelled_each(values: Collection[Any], *, has_floats: bool) -> list[str]:
     return [
         _spelled_out(each, has_floats=has_floats)
         if type(each) in PYTHONS or type(each) in NUMPYS
-        else _digest_of(each, has_floats=has_floats)
+        else _state_digest(each, has_floats=has_floats)
         for each in values
     ]
 

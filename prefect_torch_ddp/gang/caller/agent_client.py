@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.workers import look_for
 from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.gang.worker.agent import FAILED_GRACE_S, LOGS_TIMEOUT_S
-from prefect_torch_ddp.protocol.agent import (
+from prefect_torch_ddp.protocol.messages import (
     POLL,
     AgentOrder,
     AgentReport,

@@ -14,7 +14,6 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.caller.workers import free_workers
 from prefect_torch_ddp.gang.versions import refuse_conflicts
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     CheckpointCommitted,
@@ -24,6 +23,7 @@ from prefect_torch_ddp.protocol.events import (
     RankFailure,
     RankStopped,
 )
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 
 LOOK_EVERY_S = 5.0
 """The least time between two looks for free workers, however often checkpoints are written."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_torch_ddp.errors import GangError, InvalidParamsError
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.protocol.rank import GangShape, RankPlace
 
 

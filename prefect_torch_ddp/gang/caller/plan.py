@@ -11,7 +11,7 @@ from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.sent.code import own_code_paths
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.params import Count, GangParams
-from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
+from prefect_torch_ddp.protocol.messages import Reservation, Seniority, StartOrder, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import (
     TORCH_ALONE,
     CodePaths,

@@ -18,7 +18,7 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, free_workers
 from prefect_torch_ddp.gang.worker.agent import agent_key, run_agent
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 
 LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers have become free, and asks autoscalers for

@@ -20,8 +20,8 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
 from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, Waiting
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Preload
 
 POLL_S = 0.1

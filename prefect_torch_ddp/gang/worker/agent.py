@@ -16,8 +16,8 @@ from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_io import StoreSocket
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import Reservation, StartOrder
 from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankFailure
+from prefect_torch_ddp.protocol.messages import Reservation, StartOrder
 from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.records.rank_log import LogFolder
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.protocol.agent import (
+from prefect_torch_ddp.protocol.events import GangEvent
+from prefect_torch_ddp.protocol.messages import (
     AgentOrder,
     AgentReport,
     AgentState,
     RankHeartbeat,
     StartOrder,
 )
-from prefect_torch_ddp.protocol.events import GangEvent
 
 FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""

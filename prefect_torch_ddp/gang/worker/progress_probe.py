@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
-from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, Phase
+from prefect_torch_ddp.protocol.messages import RankHeartbeat
 from prefect_torch_ddp.protocol.rank import RankOrder
 
 ACTIVE_SHARE = 0.01

@@ -23,7 +23,7 @@ from prefect_torch_ddp.gang.worker.agent import agent_key
 from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_client
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import POLL, AgentState, Occupant, WorkerIdentity
+from prefect_torch_ddp.protocol.messages import POLL, AgentState, Occupant, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Preload
 
 WAITS_OF_PREFECT = {

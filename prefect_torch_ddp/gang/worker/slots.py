@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.protocol.agent import Occupant, Reservation
+from prefect_torch_ddp.protocol.messages import Occupant, Reservation
 
 POLL_S = 0.1
 

@@ -10,7 +10,12 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation.meters import non_finite, place, refuse_nothing, summed
+from prefect_torch_ddp.rank.evaluation.meters import (
+    non_finite,
+    rank_and_world_size,
+    refuse_nothing,
+    summed,
+)
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.results import (
     MAX_IMAGE_CHARACTERS,
@@ -236,7 +241,7 @@ class WorstSamples:
 
     def over_ranks(self, class_names: Sequence[str]) -> tuple[WorstSample, ...]:
         """Return the worst samples of all ranks, each of which must call it."""
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         losses = torch.zeros(world_size, MAX_WORST_SAMPLES, dtype=torch.float64, device="cpu")
         losses[rank] = -math.inf
         for i, sample in enumerate(self._kept):

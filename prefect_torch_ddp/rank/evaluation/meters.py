@@ -194,7 +194,7 @@ class LanguageMeter:
 
 def summed(value: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, each of which must call it; alone, a copy."""
-    if place()[1] == 1:
+    if rank_and_world_size()[1] == 1:
         return value.clone()
     # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers
     # wait.
@@ -206,7 +206,7 @@ def summed(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -227,7 +227,7 @@ def refuse_nothing(num: int, what: str = "samples") -> None:
 
 def non_finite(num: int, what: str, left_out: str) -> dict[str, float]:
     """Return the metric that counts values that are no numbers, and warn of them once."""
-    if num and place()[0] == 0:
+    if num and rank_and_world_size()[0] == 0:
         words = "%d evaluated %s are nan or infinite; the report has no %s"
         logger.warning(words, num, what, left_out)
     return {f"non_finite_{what}": num} if num else {}

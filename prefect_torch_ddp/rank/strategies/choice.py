@@ -1,7 +1,7 @@
 """Which strategy a training's gradients take; loads torch."""
 
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
 from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks
 from prefect_torch_ddp.rank.strategies.strategy import Strategy

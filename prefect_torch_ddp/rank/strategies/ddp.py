@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.strategies.sums import Probe, SumWatch
 

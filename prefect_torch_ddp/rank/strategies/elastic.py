@@ -23,7 +23,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_shared
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.ddp import require_group
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.strategies.tree import (

@@ -86,7 +86,7 @@ def _is_plain_list(item: Any) -> bool:
     """Tell a list of a value for each sample, such as names, from a list of the batch's parts."""
     if not isinstance(item, tuple | list) or hasattr(item, "_fields"):
         return False
-    return any(map(_is_something, item)) and all(map(_is_plain, item))
+    return any(map(_is_something, item)) and all(map(_is_of_one_sample, item))
 
 
 def _is_something(value: Any) -> bool:
@@ -95,8 +95,10 @@ def _is_something(value: Any) -> bool:
     return value is not None
 
 
-def _is_plain(value: Any) -> bool:
+def _is_of_one_sample(value: Any) -> bool:
     """Tell what can be of one sample, such as its name or `{"id": 7}`, from what has rows."""
     if isinstance(value, Mapping):
-        return all(isinstance(of, _PLAIN | Mapping) and _is_plain(of) for of in value.values())
+        return all(
+            isinstance(of, _PLAIN | Mapping) and _is_of_one_sample(of) for of in value.values()
+        )
     return not isinstance(value, torch.Tensor | tuple | list)

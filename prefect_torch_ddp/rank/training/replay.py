@@ -83,7 +83,7 @@ class Replay:
         if not (position.stopped_early or had_ended):
             msg = (
                 f"the training was resumed in call {position.loop + 1} of ctx.steps, and the "
-                f"function {did} after {num_calls}: the code behind finished calls runs again, and "
+                f"function {did} after {num_calls}: the code after finished calls runs again, and "
                 "decided otherwise. Use one call with epochs=N and ctx.epoch_ended, or track what "
                 "the decision depends on and pass over finished calls"
             )
@@ -96,8 +96,8 @@ class Replay:
         if is_met or self.numbers.is_at_end:
             return
         logger.warning(
-            "the checkpoint was asked for behind call %d of ctx.steps, and on resume it was not "
-            "asked for again: what the code behind that call changed in tracked objects afterwards "
+            "the checkpoint was asked for after call %d of ctx.steps, and on resume it was not "
+            "asked for again: what the code after that call changed in tracked objects afterwards "
             "is undone; ask for it unconditionally, or in the loop: "
             "ctx.checkpoint(force=ctx.epoch_ended)",
             loop + 1,

@@ -14,7 +14,7 @@ from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due

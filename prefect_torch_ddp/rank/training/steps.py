@@ -144,7 +144,7 @@ class StepLoop:
             return False
         if not self._progress.has_stopped:
             logger.info(
-                "call %d of ctx.steps was over before the checkpoint: the code behind it runs "
+                "call %d of ctx.steps was over before the checkpoint: the code after it runs "
                 "again, and what that changes in tracked objects is restored",
                 loop + 1,
             )
@@ -209,7 +209,7 @@ class StepLoop:
         if self._requests.take_save():
             logger.warning(
                 "the checkpoint that was asked for in step %d has not been written: its loop was "
-                "left before the step's end. Ask for it behind the loop, whose iterator no "
+                "left before the step's end. Ask for it after the loop, whose iterator no "
                 "variable may hold: write enumerate(ctx.steps(...)) in the for line",
                 self._progress.step,
             )
@@ -242,7 +242,7 @@ class StepLoop:
 class Steps(Iterable[Any]):
     """What `ctx.steps` returns: the `for` loop over it alone holds the pass, so a break ends it.
 
-    Code behind the break could otherwise not be told from the step's own, while a variable holds
+    Code after the break could otherwise not be told from the step's own, while a variable holds
     the iterator.
     """
 

@@ -17,9 +17,9 @@ from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.tasks.gangs.training import training_gang
-from prefect_torch_ddp.tasks.run import RUN_TASK, rank_config, run_id_of, slug
+from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
-from prefect_torch_ddp.tracking.digest import digest_of
+from prefect_torch_ddp.tracking.digest import value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
 
@@ -110,7 +110,7 @@ def task_run_id(
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
     where = str(context.task_run.flow_run_id), context.task.name
-    digest = digest_of(
+    digest = value_digest(
         (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
     )
     return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"

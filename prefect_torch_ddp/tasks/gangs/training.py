@@ -15,7 +15,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cluster import current_client, wait_for_earlier
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.run import run_id_of
+from prefect_torch_ddp.tasks.train_run import run_id_of
 from prefect_torch_ddp.tasks.watch.run_log import log_to_run
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog

@@ -125,7 +125,7 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     """The task publish ends before it shows anything, when a newer attempt has begun since the
     training ended."""
     from prefect_torch_ddp.tasks.publish import publish
-    from prefect_torch_ddp.tasks.run import Run
+    from prefect_torch_ddp.tasks.train_run import Run
 
     storage = DirectoryStorage(tmp_path)
     for _ in range(2):

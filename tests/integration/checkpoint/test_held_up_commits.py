@@ -23,7 +23,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list
 from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.state.objects import digest_of, read_states
+from prefect_torch_ddp.checkpoint.state.objects import content_digest, read_states
 from prefect_torch_ddp.checkpoint.state.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
@@ -68,7 +68,7 @@ def resume(storage: Storage, attempt: int, until: int, retention: CheckpointPara
         data = to_bytes({"step": torch.tensor(step), "attempt": torch.tensor(attempt)})
         key = object_key("run", step, attempt, "model")
         storage.write(key, data)
-        item = ManifestObject("model", key, len(data), digest_of(data))
+        item = ManifestObject("model", key, len(data), content_digest(data))
         committer.commit(Manifest("run", step, attempt, 1, {}, 1, {}, (item,)))
     return first
 

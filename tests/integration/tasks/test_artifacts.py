@@ -23,7 +23,7 @@ from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tracking.description import draft_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.support.formats import head

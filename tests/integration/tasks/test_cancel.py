@@ -22,7 +22,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import run_id_of
+from prefect_torch_ddp.tasks.train_run import run_id_of
 from prefect_torch_ddp.tasks.watch.cancel import stop_task
 from tests.support.gangs import pids_in
 from tests.support.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of

@@ -468,13 +468,13 @@ def test_calls_of_one_key_and_equal_arguments_are_one_training(
 DIGEST = """
 import numpy, torch
 from tests.workloads.flows import fit
-from prefect_torch_ddp.tracking.digest import digest_of
+from prefect_torch_ddp.tracking.digest import value_digest
 letters = {"class_a", "class_b", "class_c", "class_d"}
 module = torch.nn.Sequential(torch.nn.Linear(2, 1))
 torch.nn.init.ones_(module[0].weight), torch.nn.init.ones_(module[0].bias)
 data = torch.utils.data.TensorDataset(torch.arange(3.0))
 for value in (letters, {"x": frozenset(letters)}, torch.ones(2), module, data, numpy.ones(3), fit):
-    print(digest_of((value, 0.1)))
+    print(value_digest((value, 0.1)))
 """
 
 

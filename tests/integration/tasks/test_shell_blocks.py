@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import S3Storage
 from prefect_torch_ddp.tasks.report.artifacts import key
-from prefect_torch_ddp.tasks.run import run_id_of
+from prefect_torch_ddp.tasks.train_run import run_id_of
 from tests.integration.data.image_files import write_images
 from tests.support.blocks import save_block
 from tests.support.ports import free_port

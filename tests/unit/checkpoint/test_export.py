@@ -18,7 +18,7 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.export import export_models, weights_file
 from prefect_torch_ddp.checkpoint.keys import object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.state.objects import digest_of
+from prefect_torch_ddp.checkpoint.state.objects import content_digest
 from prefect_torch_ddp.checkpoint.state.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -33,7 +33,7 @@ def checkpoint(storage: Storage, attempt: int) -> Manifest:
     data = to_bytes({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
     key = object_key("run", 4, attempt, "model")
     storage.write(key, data)
-    item = ManifestObject("model", key, len(data), digest_of(data))
+    item = ManifestObject("model", key, len(data), content_digest(data))
     metrics = {"loss": 0.5, "other": math.nan}
     return Manifest("run", 4, attempt, 2, {}, 1, metrics, (item,))
 

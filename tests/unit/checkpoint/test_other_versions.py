@@ -31,7 +31,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
     read_manifest,
 )
 from prefect_torch_ddp.checkpoint.restore import find_resumable
-from prefect_torch_ddp.checkpoint.state.objects import digest_of
+from prefect_torch_ddp.checkpoint.state.objects import content_digest
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import FailureRecord
@@ -140,7 +140,7 @@ def test_an_object_that_this_torch_cannot_read_is_no_damage(storage: DirectorySt
     item = read_manifest(storage, "local", 3, 1).objects[0]
     data = b"a format of a later torch"
     storage.write(item.key, data)
-    objects = [{**vars(item), "num_bytes": len(data), "digest": digest_of(data)}]
+    objects = [{**vars(item), "num_bytes": len(data), "digest": content_digest(data)}]
     rewrite(storage, manifest_key("local", 3, 1), {"objects": objects})
     before = snapshot(storage)
     with pytest.raises(NewerFormatError, match=f"{item.key} is what was written, and torch"):

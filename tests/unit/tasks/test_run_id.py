@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams, task_run_id
-from prefect_torch_ddp.tasks.run import run_id_of
+from prefect_torch_ddp.tasks.train_run import run_id_of
 
 FLOW_RUN = UUID("01989fd2-7b1e-7c3a-9f00-1b2c3d4e5f60")
 TASK_RUN = UUID("01989fd2-7b1e-7c3a-9f00-a1a2a3a4a5a6")

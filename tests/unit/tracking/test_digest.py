@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prefect_torch_ddp.tracking.digest import digest_of
+from prefect_torch_ddp.tracking.digest import value_digest
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from prefect_torch_ddp.tracking.digest import digest_of
 def test_how_a_tensor_lies_in_memory_does_not_count(tensor: torch.Tensor) -> None:
     """A view that isn't contiguous has the digest of its copy; as a parameter and in a dict too."""
     whole = tensor.clone(memory_format=torch.contiguous_format)
-    assert digest_of(tensor) == digest_of(whole)
-    assert digest_of({"x": torch.nn.Parameter(tensor, requires_grad=False)}) == digest_of(
+    assert value_digest(tensor) == value_digest(whole)
+    assert value_digest({"x": torch.nn.Parameter(tensor, requires_grad=False)}) == value_digest(
         {"x": torch.nn.Parameter(whole, requires_grad=False)}
     )

@@ -15,8 +15,8 @@ from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import failed_attempts
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished
 
 MANIFEST = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)

@@ -58,13 +58,13 @@ def _culprit(
     try:
         pickler.dump(value)
     except Exception as error:  # noqa: BLE001 - what a class's own pickling raises
-        inner = (_culprit(part, name, ignored, depth - 1) for name, part in _parts(value, place))
+        inner = (_culprit(part, name, ignored, depth - 1) for name, part in _contents(value, place))
         found = next(filter(None, inner), None) if depth else None
         return found or (place, error)
     return None
 
 
-def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _contents(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     """Yield what pickle would go on to, with the words that name it."""
     match value:
         case dict():
@@ -72,7 +72,7 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         case list() | tuple() | set() | frozenset():
             yield from ((f"{place}[{i}]", item) for i, item in enumerate(value))
         case functools.partial():
-            yield from _parts([value.func, *value.args, *value.keywords.values()], place)
+            yield from _contents([value.func, *value.args, *value.keywords.values()], place)
         case MethodType():
             yield place, value.__self__
         case FunctionType():

@@ -10,8 +10,8 @@ from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
 from prefect_torch_ddp.gang.caller.verdict.proof import is_in_collective, wait_in_vain
 from prefect_torch_ddp.gang.caller.verdict.stall import Stall, excuse_for, find_stall, missing_by
-from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack
+from prefect_torch_ddp.protocol.messages import RankHeartbeat
 
 EARLY_RETURN_S = 3.0
 """How long after a rank's end its peers make no progress before they are looked at."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from prefect_torch_ddp.gang.caller.verdict.proof import is_in_collective, main_thread
 from prefect_torch_ddp.gang.caller.verdict.stall import Stall
-from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import Hang
 from prefect_torch_ddp.protocol.heartbeat import Phase
+from prefect_torch_ddp.protocol.messages import RankHeartbeat
 
 
 def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> Hang:

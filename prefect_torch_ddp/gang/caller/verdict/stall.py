@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefect_torch_ddp.gang.caller.verdict.proof import is_absent, is_debugged
-from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Phase
+from prefect_torch_ddp.protocol.messages import RankHeartbeat
 
 WORKING_FACTOR = 10.0
 """How many times the limit applies where long waits are usual, or while a rank works hard."""

@@ -39,7 +39,7 @@ class TimingLog:
     def begin_loop(self) -> None:
         """Count the code before a loop as the start."""
         self._heartbeat.count_setup_as_start()
-        self.record()
+        self.write()
 
     def end_step(self) -> None:
         """Count a step, or a report outside of one."""
@@ -51,10 +51,10 @@ class TimingLog:
         if now_s >= self._due_s:
             self._interval_s = next_interval_s(self._interval_s, now_s - self._began_s)
             self._due_s = now_s + self._interval_s
-            self.record()
+            self.write()
             self._log.write_soon()
 
-    def record(self, *, knows_step: bool = True) -> None:
+    def write(self, *, knows_step: bool = True) -> None:
         """Put on record where the time went so far.
 
         Args:

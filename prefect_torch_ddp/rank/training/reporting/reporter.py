@@ -143,7 +143,7 @@ class Reporter:
     def mark_checkpoint(self) -> None:
         """Put on record where the time went up to a checkpoint, made or restored."""
         if self._timing is not None:
-            self._timing.record()
+            self._timing.write()
 
     def committed(self, manifest: "Manifest", every_s: float | None = None) -> None:
         """Tell the gang's caller of a checkpoint that is complete, and how often one is due."""
@@ -174,7 +174,7 @@ class Reporter:
         if not self._closed and self._info.rank == 0 and self._progress.step > 0:
             self._send_progress()  # else what people see would end up to a second too early
         if self._timing is not None and not self._closed:
-            self._timing.record(knows_step=False)
+            self._timing.write(knows_step=False)
         self._closed = True
         self._close_logs(within_s)
 

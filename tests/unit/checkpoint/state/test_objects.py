@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.state import objects
 from prefect_torch_ddp.checkpoint.state.objects import (
     NUM_THREADS,
     PIECE_BYTES,
-    digest_of,
+    content_digest,
     is_local,
     read_states,
 )
@@ -41,7 +41,7 @@ def written(storage: Storage, states: dict[str, Any] = STATES) -> Manifest:
     for name, state in states.items():
         data = state if isinstance(state, bytes) else to_bytes(state)
         storage.write(f"{name}.pt", data)
-        digest = digest_of(data)
+        digest = content_digest(data)
         assert digest == blake3(data).hexdigest()
         items.append(ManifestObject(name, f"{name}.pt", len(data), digest, name == "model"))
     return Manifest("run", 3, 1, 1, {}, 1, {}, tuple(items))

@@ -54,7 +54,7 @@ class Net(nn.Module):
 def report_of(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -> Any:
     """Return rank 0's sketch of the objects, and a rank's report of them."""
     found = sketch(objects, Replicas(wrapped or []))
-    return found, found.report()
+    return found, found.digests()
 
 
 def test_every_flipped_bit_is_found() -> None:
@@ -288,14 +288,14 @@ def test_what_only_rank_0_changes_is_let_alone(caplog: pytest.LogCaptureFixture)
     """Such as a history of what it evaluates: every rank gets rank 0's, which is what it is."""
     history = Tracked([])
     at_first = {"history": digests_of(history.state_dict())}
-    other = sketch({"history": history}, at_first=at_first).report()
+    other = sketch({"history": history}, at_first=at_first).digests()
     history.value += [{"step": 1, "accuracy": 0.5}, torch.ones(3)]
     own = sketch({"history": history}, at_first=at_first)
-    Comparison().check(own, [own.report(), other, other])
+    Comparison().check(own, [own.digests(), other, other])
     assert caplog.messages == []
-    changed = sketch({"history": Tracked([3])}, at_first=at_first).report()
+    changed = sketch({"history": Tracked([3])}, at_first=at_first).digests()
     with pytest.raises(InvalidParamsError, match="value on rank 2 isn't as on rank 0"):
-        Comparison().check(own, [own.report(), other, changed])
+        Comparison().check(own, [own.digests(), other, changed])
 
 
 EQUAL_STATES: dict[str, tuple[Any, Any]] = {

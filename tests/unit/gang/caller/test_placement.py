@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 
 
 def worker(

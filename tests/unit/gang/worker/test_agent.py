@@ -16,7 +16,7 @@ from tests.support.waiting import HANG_S
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_ranks_that_have_begun_steps_get_time_to_stop(has_begun: bool) -> None:
-    """Also before their first step: while they restore, load, or run code behind passed calls."""
+    """Also before their first step: while they restore, load, or run code after passed calls."""
     told: list[RankOrder] = []
     page = SimpleNamespace(read=lambda: Heartbeat(listens=has_begun, step=0))
     io = SimpleNamespace(page=page, tell=told.append)

@@ -3,7 +3,7 @@
 import threading
 
 from prefect_torch_ddp.gang.worker.slots import Slots
-from prefect_torch_ddp.protocol.agent import Occupant, Reservation, Seniority
+from prefect_torch_ddp.protocol.messages import Occupant, Reservation, Seniority
 from tests.support.waiting import wait_until
 
 WORKER = "tcp://a:1"

@@ -12,7 +12,7 @@ import pytest
 from prefect_torch_ddp.protocol.events import FailureWritten, RankFailure, decode_event
 from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank import link as link_module
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.link import AgentLink
 from prefect_torch_ddp.rank.user_code import default_to_fork
 from tests.support.launches import launch_of

@@ -132,8 +132,8 @@ def test_a_save_that_is_not_asked_for_again_is_warned_of(
     with pytest.raises(InterruptedError):
         summing(storage, ON_DEMAND, "the best", dies_at=dies_at)
     summing(storage, ON_DEMAND, "the best")
-    said = [f"asked for behind call {missed} of ctx.steps"] if missed else []
-    assert re.findall(r"asked for behind call \d of ctx.steps", caplog.text) == said
+    said = [f"asked for after call {missed} of ctx.steps"] if missed else []
+    assert re.findall(r"asked for after call \d of ctx.steps", caplog.text) == said
     assert totals(storage)[-1] == left
 
 
@@ -142,7 +142,7 @@ def test_a_save_that_is_not_asked_for_again_is_warned_of(
 def test_what_a_finished_training_left_stays_when_it_is_run_again(
     tmp_path: Path, policy: CheckpointParams, saves: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last checkpoint holds what code behind the last loop changed, once; more loops continue
+    """The last checkpoint holds what code after the last loop changed, once; more loops continue
     from there."""
     storage = DirectoryStorage(tmp_path)
     for _ in range(3):

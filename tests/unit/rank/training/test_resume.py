@@ -88,7 +88,7 @@ def test_checkpoints_between_loops_keep_what_changed_there(
     dies_behind: int | None,
     count: int,
 ) -> None:
-    """The newest one counts, also behind a step that has its own."""
+    """The newest one counts, also after a step that has its own."""
     with pytest.raises(InterruptedError):
         in_loops(tmp_path, dies_at, dies_behind, saves=True)
     storage = DirectoryStorage(tmp_path)

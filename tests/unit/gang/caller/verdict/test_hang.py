@@ -12,9 +12,9 @@ from prefect_torch_ddp.gang.caller.verdict import hang
 from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
 from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
 from prefect_torch_ddp.gang.caller.verdict.stall import excuse_for, find_stall, missing_by
-from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
+from prefect_torch_ddp.protocol.messages import RankHeartbeat
 from prefect_torch_ddp.protocol.rank import GangShape, RankPlace
 
 LIMIT_S = 10.0

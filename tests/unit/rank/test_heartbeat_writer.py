@@ -19,7 +19,7 @@ from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -70,7 +70,7 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
         (Phase.EPOCH_END, 2, 1, True),
         (Phase.SAVING, 2, 1, True),
         (Phase.SETUP, 2, 1, True),
-        (Phase.SAVING, 2, 1, True),  # has code behind the loop changed anything?
+        (Phase.SAVING, 2, 1, True),  # has code after the loop changed anything?
     ]
 
 

@@ -22,7 +22,7 @@ from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
 from prefect_torch_ddp.lazy import __version__
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 

@@ -11,7 +11,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train_run import Run
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
 DIGITS = "prefect_torch_ddp.examples.digits"
