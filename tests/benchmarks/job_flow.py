@@ -16,6 +16,8 @@ def run(storage: str, times: str, address: str | None = None) -> None:
         "storage": storage,
         "world_size": 2,
         "cluster": {"address": address},
+        # By default that of the digits, which this workload only wraps.
+        "preload": ["torchvision"],
     }
     called = time.time()
     train_flow(TrainParams.model_validate(params))

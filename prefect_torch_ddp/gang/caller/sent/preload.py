@@ -16,6 +16,9 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, SAFE_LIBRARIES, Preload, is_installed
 
+OWN_NAME = __name__.partition(".")[0]
+"""This package, which counts as installed where it runs from a checkout too."""
+
 
 def preload_of(code: Callable[..., Any] | str, named: Sequence[str] | None = None) -> Preload:
     """Return what fork servers load for a function, a workload or a script.
@@ -89,7 +92,7 @@ def _tops(statement: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _is_installed_package(name: str) -> bool:
-    if name in sys.stdlib_module_names:
+    if name in sys.stdlib_module_names or name == OWN_NAME:
         return True
     spec = find_module(name) if name else None
     return spec is not None and is_installed(spec.origin or next(iter(folders_of(spec)), ""))

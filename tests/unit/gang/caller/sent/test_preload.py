@@ -57,6 +57,7 @@ BEFORE = {
     "docstring and constants": ('"""Words."""\nimport os\nLR = 0.1\nNAMES: list = ["a"]\n', True),
     "definitions": ("def f(x=1):\n    g()\nclass A:\n    y = 2\n    def m(self): f()\n", True),
     "load_dotenv()": ("from pydantic import BaseModel\nload_dotenv()\n", False),
+    "this package": ("from prefect_torch_ddp import RankContext\n", True),
     "setup() of an own module": ("from job_settings import setup\n", False),
     "an own module": ("import job_settings\n", False),
     "an environment variable": ("import os\nos.environ['A'] = 'b'\n", False),
