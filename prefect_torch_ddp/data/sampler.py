@@ -42,6 +42,15 @@ class BatchShare(NamedTuple):
     num_skipped: int = 0
     """How many of `num_local` were left out, because they can't be read."""
 
+    @property
+    def has_data(self) -> bool:
+        """Whether it is of a global batch, and not of a step that has none."""
+        return self.num_global > 0
+
+
+WITHOUT_DATA = BatchShare(0, 0, 0, 0, is_last=False)
+"""What a step has whose batch, if any, isn't ours."""
+
 
 def mix_seed(*parts: int) -> int:
     """Mix whole numbers into one seed of 63 bits: the same on every machine and Python.

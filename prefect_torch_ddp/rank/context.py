@@ -282,7 +282,13 @@ class RankContext:
         """
         self._parts.tracker.track_each(objects, begins_anew=on_other_world_size == "begin")
 
-    def steps(self, loader: "RankLoader", *, epochs: int) -> Iterable[Any]:
+    def steps(
+        self,
+        loader: "RankLoader | None" = None,
+        *,
+        epochs: float | None = None,
+        total: float | None = None,
+    ) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
         A batch is what the loader's collate_fn made of this rank's share of the global batch, and
@@ -298,18 +304,28 @@ class RankContext:
         tracked objects are restored, so that what that code did to them counts once. Every rank
         has to make the same calls.
 
+        Without a loader, `for step in ctx.steps(total=5000):` yields the number of each step, which
+        is `ctx.step`, and the body gets its own data, such as by drawing a batch or by playing a
+        game. Gradients are then averaged over the ranks. A resumed run continues after the step of
+        its checkpoint with the random generators of that time, so it draws what an undisturbed one
+        draws: draw a step's batch in that step. Such a call has no epochs.
+
         Args:
-            loader: from `ctx.loader`, of the same dataset and arguments on every rank.
+            loader: from `ctx.loader`, of the same dataset and arguments on every rank; None: there
+                is none.
             epochs: how often all samples are seen, equal on all ranks; `math.inf`: until the loop
                 is left.
+            total: in place of `epochs`, how many steps this call makes over all its resumes; also
+                with a loader, whose epochs it then goes through one after the other.
 
         Raises:
             InvalidParamsError: the loader is another one, the ranks have different datasets or
                 arguments, a call is inside of another one, or the code after finished calls made
-                fewer of them on resume.
+                fewer of them on resume. Or the run has `determinism="elastic"` or `ledger=True`,
+                which are about samples, and the call has no loader.
             CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail".
         """
-        return self._parts.loop.run(loader, epochs)
+        return self._parts.loop.run(loader, epochs, total)
 
     def micro_batches(
         self, batch: Any, *, max_samples: int | None = None

@@ -24,6 +24,8 @@ FULL_BYTES = 2**23
 """A part that is as large is written at once."""
 NUM_LAST_TRIES = 3
 PAUSE_S = 0.2
+UNKNOWN_SAMPLES = -1
+"""`num_samples` of a record of a step whose samples nobody knows; 0: it is of no step."""
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,11 @@ ROW = np.dtype(
         ("num_samples", np.int64),
     ]
 )
-"""What every record has, beside its metrics; epochs count from 1, the time is in Unix seconds."""
+"""What every record has, beside its metrics; epochs count from 1, the time is in Unix seconds.
+
+Samples that aren't known, though the record is of a step, are `UNKNOWN_SAMPLES` of
+`records/log.py`.
+"""
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -73,7 +77,7 @@ class Records:
         if only_finite:
             kept &= np.isfinite(values)
         having, values = having[kept], values[kept]
-        weights = self.rows["num_samples"][having].astype(np.float64)
+        weights = np.maximum(self.rows["num_samples"][having], 0).astype(np.float64)
         with np.errstate(invalid="ignore"):  # a training that diverged has inf and -inf
             weighted = np.where(weights > 0, values * weights, 0.0)
         columns = (weighted, weights, values, np.ones(len(having)), self.rows["step"][having])
@@ -150,15 +154,16 @@ def reported(records: Records) -> Records:
 
 
 def first_steps(records: Records) -> dict[int, tuple[bool, int]]:
-    """Return of every attempt whether it has records without samples alone, and its first step.
+    """Return of every attempt whether it has records of no step alone, and its first step.
 
     What one reports before its first step bears the step it resumed from, and must not supersede
-    it. Of two parts of an attempt's records the smaller such pair is that of both.
+    it; it is of no samples. Of two parts of an attempt's records the smaller such pair is that of
+    both.
     """
     firsts = {}
     for attempt in np.unique(records.rows["attempt"]).tolist():
         of_it = records.rows["attempt"] == attempt
-        trained = of_it & (records.rows["num_samples"] > 0)
+        trained = of_it & (records.rows["num_samples"] != 0)
         is_untrained = not trained.any()
         steps = records.rows["step"][of_it if is_untrained else trained]
         firsts[attempt] = is_untrained, int(steps.min())
@@ -214,6 +219,7 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     records = read_all_records(storage, run_id)
     records = records if all_attempts else surviving_records(records)
     columns = {name: records.rows[name] for name in ROW.names or ()}
+    columns["num_samples"] = np.maximum(columns["num_samples"], 0)
     for name, (having, values) in records.metrics.items():
         column = f"metric.{name}" if name in (ROW.names or ()) else name
         columns[column] = np.full(len(records), np.nan)

@@ -68,9 +68,10 @@ class ShareWeights:
         DistributedDataParallel.register_comm_hook(ddp, state, _sum_by_share)
         self._models.add(ddp)
 
-    def begin_loop(self, batches: GlobalBatches) -> None:
+    def begin_loop(self, batches: GlobalBatches | None) -> None:
         """Refuse layers that talk to other ranks where these hold unequal shares of a batch."""
-        sizes = sorted({batches.num_global(0), batches.num_global(batches.num_batches - 1)})
+        ends = () if batches is None else (0, batches.num_batches - 1)
+        sizes = [] if batches is None else sorted({batches.num_global(end) for end in ends})
         self._uneven = sizes if any(size % self._world_size for size in sizes) else []
         self._refuse_coupled()
 
@@ -92,8 +93,8 @@ class ShareWeights:
             )
             raise InvalidParamsError(msg)
 
-    def begin_step(self, step: int, share: BatchShare) -> None:
-        """Count gradients by this share from now on."""
+    def begin_step(self, step: int, share: BatchShare | None) -> None:
+        """Count gradients by this share from now on; None: the same on all ranks."""
         self._share = share
         self._owes = False
         self.sums.passes.begin_step(step)

@@ -81,7 +81,7 @@ class VirtualRanks:
             self._models.append(model)
         return model
 
-    def begin_loop(self, _batches: GlobalBatches) -> None:
+    def begin_loop(self, _batches: GlobalBatches | None) -> None:
         """Sum, from now on, the gradients of the models that every rank still has.
 
         Who trains one after the other, such as in a cross-validation, has the earlier ones freed.
@@ -98,7 +98,7 @@ class VirtualRanks:
         """Hold no model beyond its loop."""
         self._models = []
 
-    def begin_step(self, step: int, _share: BatchShare) -> None:
+    def begin_step(self, step: int, _share: BatchShare | None) -> None:
         """Have all ranks draw the same numbers until the first micro-batch."""
         self._step = step
         self._owes = bool(self._models)

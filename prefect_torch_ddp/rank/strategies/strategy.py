@@ -23,8 +23,8 @@ class Strategy(Protocol):
         """Move a model to the device, and return what the training calls."""
         ...
 
-    def begin_loop(self, batches: "GlobalBatches", /) -> None:
-        """Take the global batches of a loop; every rank calls it.
+    def begin_loop(self, batches: "GlobalBatches | None", /) -> None:
+        """Take the global batches of a loop, or none; every rank calls it.
 
         Raises:
             InvalidParamsError: a wrapped model can't be trained on them.
@@ -35,8 +35,8 @@ class Strategy(Protocol):
         """End a loop, in whatever way it was left."""
         ...
 
-    def begin_step(self, step: int, share: "BatchShare", /) -> None:
-        """Take this rank's share of the global batch that the step is of."""
+    def begin_step(self, step: int, share: "BatchShare | None", /) -> None:
+        """Take this rank's share of the global batch; None: all ranks count the same."""
         ...
 
     def end_step(self, step: int, /) -> None:

@@ -28,12 +28,28 @@ class Position(NamedTuple):
     """Names the order of samples that the batches are of; only the same one can be continued."""
     stopped_early: bool = False
     """Whether the training itself asked to stop here, so that resuming it adds nothing."""
+    loop_step: int = 0
+    """Steps that this call has made."""
 
     def after_batch(self, *, is_last: bool) -> Self:
         """Return the position after a batch, the last one of its epoch or not."""
         if not is_last:
             return self._replace(batch=self.batch + 1)
         return self._replace(loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
+
+    def entered_without_epochs(self, loop: int) -> Self:
+        """Return the position in a call without a loader, which has no epochs."""
+        position = self
+        if loop > self.loop:
+            position = self._at_loop(loop)
+        elif self.order:
+            logger.warning(
+                "the checkpoint is from a call of ctx.steps over %s, and here that call has no "
+                "loader: it begins from the start",
+                self.order,
+            )
+            position = self._at_loop(loop)
+        return position._replace(global_batch_size=0, order="")
 
     def entered(self, loop: int, order: str, size: int, num_batches: int) -> Self:
         """Return the position in a loop that begins or resumes, with its loader's order and size.
@@ -42,8 +58,13 @@ class Position(NamedTuple):
         """
         position, batch = self, self.batch
         if loop > self.loop:
-            fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0}
-            position = self._replace(loop=loop, epoch=self.epoch + (batch > 0), **fresh)
+            position = self._at_loop(loop)
+        elif self.loop_step and not self.order:
+            logger.warning(
+                "the checkpoint is from a call of ctx.steps without a loader, and here that call "
+                "has one: it begins from the start"
+            )
+            position = self._at_loop(loop)
         elif batch and self.order not in ("", order):
             logger.warning(
                 "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
@@ -62,6 +83,11 @@ class Position(NamedTuple):
                 )
         return position._replace(global_batch_size=size, order=order)
 
+    def _at_loop(self, loop: int) -> Self:
+        """Return the position at the beginning of a call; an epoch under way is not finished."""
+        fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0, "loop_step": 0}
+        return self._replace(loop=loop, epoch=self.epoch + (self.batch > 0), **fresh)
+
 
 @dataclass
 class LoopProgress:
@@ -73,8 +99,9 @@ class LoopProgress:
     position: Position = field(default_factory=Position)
     share: "BatchShare | None" = None
     """The share of the step under way; None outside of the loop."""
-    total_steps: int | None = None
-    total_epochs: int | None = None
+    total_steps: float | None = None
+    """Of all calls of `steps` so far; `math.inf`: the last one is left by a break."""
+    total_epochs: float | None = None
     ended_by: StoppedBy | Literal["training"] | None = None
     """Who ended the loops; None: nobody, as far as all ranks agreed."""
 
@@ -102,7 +129,11 @@ class LoopProgress:
         """Enter a call of `steps`; see `Position.entered`."""
         self.position = self.position.entered(loop, order, size, num_batches)
 
-    def begin_loop(self, epochs: int, num_batches: int) -> int:
+    def enter_call_without_epochs(self, loop: int) -> None:
+        """Enter a call of `steps` without a loader; see `Position.entered_without_epochs`."""
+        self.position = self.position.entered_without_epochs(loop)
+
+    def begin_loop(self, epochs: float, num_batches: int) -> float:
         """Take the length of the call of `steps`; return how many steps are left of it.
 
         Args:
@@ -115,6 +146,16 @@ class LoopProgress:
         self.total_epochs = self.position.epoch + max(num_epochs, 0)
         return left
 
+    def begin_counted(self, total: float) -> float:
+        """Take the number of steps of the call of `steps`; return how many are left of it.
+
+        Args:
+            total: of the whole call; `math.inf` is taken too.
+        """
+        left = total - self.position.loop_step
+        self.total_steps, self.total_epochs = self.step + max(left, 0), None
+        return left
+
     def begin_epoch(self) -> None:
         """Begin, or continue, the epoch of the position."""
         self.epoch = self.position.epoch + 1
@@ -124,9 +165,10 @@ class LoopProgress:
         self.step += 1
         self.share, self.epoch_ended = share, share.is_last
 
-    def leave_step(self, *, is_last: bool) -> None:
-        """End the step under way, the last one of its epoch or not."""
-        self.position = self.position.after_batch(is_last=is_last)
+    def leave_step(self, share: "BatchShare") -> None:
+        """End the step under way, which had this share."""
+        position = self.position._replace(loop_step=self.position.loop_step + 1)
+        self.position = position.after_batch(is_last=share.is_last) if share.has_data else position
         self.share = None
 
     def end_epoch(self) -> None:

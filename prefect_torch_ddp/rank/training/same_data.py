@@ -1,34 +1,23 @@
-"""Whether all ranks begin a loop with the same dataset, batches and epochs; no rank waits."""
+"""Whether all ranks begin a loop with the same dataset, batches and length; no rank waits."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.training.agreement import Agreement
-
-if TYPE_CHECKING:
-    from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.rank.training.plans import OverLoader, Plan
 
 
-def describe_loop(loader: "RankLoader", epochs: float) -> dict[str, Any]:
+def describe_loop(plan: Plan) -> dict[str, Any]:
     """Return what is equal on all ranks where they train on one dataset; can be written as JSON."""
-    batches = loader.batches
-    return {
-        "samples": batches.num_samples,
-        "traits": loader.traits,
-        "arguments": {
-            "global_batch_size": batches.global_batch_size,
-            "order": loader.order,
-            "drop_last": batches.drop_last,
-            "epochs": epochs,
-        },
-    }
+    here: dict[str, Any] = {"samples": 0, "traits": {}, "arguments": plan.describe()}
+    if isinstance(plan, OverLoader):
+        here |= {"samples": plan.batches.num_samples, "traits": plan.loader.traits}
+    return here
 
 
-def refuse_different(
-    agreement: Agreement, rank: int, loop: int, loader: "RankLoader", epochs: float
-) -> None:
+def refuse_different(agreement: Agreement, rank: int, loop: int, plan: Plan) -> None:
     """Compare a loop with that of the rank that came to it first.
 
     So of any two ranks that differ one at least raises, before it has loaded a sample.
@@ -38,7 +27,7 @@ def refuse_different(
     """
     if agreement.world_size == 1:
         return
-    here = describe_loop(loader, epochs)
+    here = describe_loop(plan)
     text = json.dumps({"rank": rank, **here})
     there = json.loads(agreement.put_first(f"loop/{loop}", text))
     if why := _difference(rank, here, there):
@@ -51,13 +40,16 @@ def _difference(rank: int, here: dict[str, Any], there: dict[str, Any]) -> str |
         "; ctx.loader shares one dataset out itself: give it the whole one, in the same order, on "
         "every rank"
     )
+    own, theirs = here["arguments"], there["arguments"]
+    if own.keys() != theirs.keys():
+        what = f"rank {rank} with {', '.join(own)} and rank {other} with {', '.join(theirs)}"
+        return f"ranks began ctx.steps differently: {what}; make the same calls on every rank"
     if here["samples"] != there["samples"]:
         sizes = f"rank {rank} has {here['samples']} samples and rank {other} has {there['samples']}"
         return f"{different}: {sizes}{whole}"
-    arguments = there["arguments"]
-    for name, value in here["arguments"].items():
-        if value != arguments[name]:
-            what = f"rank {rank} has {name}={value} and rank {other} has {name}={arguments[name]}"
+    for name, value in own.items():
+        if value != theirs[name]:
+            what = f"rank {rank} has {name}={value} and rank {other} has {name}={theirs[name]}"
             how = "give ctx.loader and ctx.steps the same arguments on every rank"
             return f"ranks began ctx.steps differently: {what}; {how}"
     if (place := differing(here["traits"], there["traits"])) is not None:

@@ -69,7 +69,9 @@ def due(
     step, position = progress.step, progress.position
     if policy.every_steps is not None and step > 0 and step % policy.every_steps == 0:
         return Reason.STEPS
-    has_ended_epoch = position.epoch > 0 and position.batch == 0 and progress.share is None
+    # A call that only counts its steps is never at an epoch's end.
+    is_between = position.loop_epoch > 0 and position.batch == 0
+    has_ended_epoch = is_between and progress.share is None
     if policy.every_epochs and has_ended_epoch and position.epoch % policy.every_epochs == 0:
         return Reason.EPOCHS
     if pace is not None and now_s - pace.since_s >= pace.every_s:

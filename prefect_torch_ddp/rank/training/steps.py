@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from prefect_torch_ddp.data.loader import RankLoader
-from prefect_torch_ddp.data.sampler import BatchShare, whole_number
+from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, StoppedBy
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -20,6 +19,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.strategies.strategy import Strategy
 from prefect_torch_ddp.rank.training.agreement import (
+    NEVER,
     POLL_S,
     Agreement,
     Outcome,
@@ -28,6 +28,7 @@ from prefect_torch_ddp.rank.training.agreement import (
     outside_after,
 )
 from prefect_torch_ddp.rank.training.loop_progress import Requests
+from prefect_torch_ddp.rank.training.plans import Plan, plan_for
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.same_data import refuse_different
@@ -74,22 +75,17 @@ class StepLoop:
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
         self._agreements = [self._stops, *([self._saves] if self._saves else [])]
 
-    def run(self, loader: object, epochs: int) -> "Steps":
+    def run(self, loader: object, epochs: object, total: object) -> "Steps":
         """Check the arguments and return the loop."""
-        if not isinstance(loader, RankLoader):
-            takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
-            msg = f"{takes}, not a {type(loader).__name__}"
-            raise InvalidParamsError(msg)
-        is_endless = epochs == math.inf  # until the loop is left
-        return Steps(self, loader, epochs if is_endless else whole_number("epochs", epochs, 0))
+        return Steps(self, plan_for(self._config, loader, epochs, total))
 
-    def begin(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
+    def begin(self, plan: Plan) -> Iterator[Any]:
         """Return one pass of the loop, which `close` ends where somebody still holds it."""
-        generator = self._run(loader, epochs)
+        generator = self._run(plan)
         self._pass = weakref.ref(generator)
         return generator
 
-    def _run(self, loader: RankLoader, epochs: int) -> Generator[Any, None, None]:
+    def _run(self, plan: Plan) -> Generator[Any, None, None]:
         progress = self._progress
         if progress.share is not None:
             msg = (
@@ -105,19 +101,18 @@ class StepLoop:
         if self._is_over(loop) or progress.has_stopped:
             return
         self._tracker.enter_call(loop)
-        progress.enter_call(loop, loader.order, loader.global_batch_size, len(loader))
+        plan.enter(progress, loop)
         if progress.position.stopped_early:
             return
-        refuse_different(self._stops, self._rank, loop, loader, epochs)
-        left = progress.begin_loop(epochs, len(loader))
-        self._gradients.begin_loop(loader.batches)
-        self._reporter.begin_loop(loader.batches)
+        refuse_different(self._stops, self._rank, loop, plan)
+        left = plan.begin(progress)
+        self._gradients.begin_loop(plan.batches)
+        self._reporter.begin_loop(plan.batches)
         self._termination.install()
         try:
             with self._link.heartbeat.looping():
                 if left <= 0 or self._begin(left):
-                    while progress.position.loop_epoch < epochs and not progress.has_stopped:
-                        yield from self._epoch(loader)
+                    yield from self._steps(plan)
                 self._reporter.end_loop()
         finally:
             self._termination.remove()
@@ -151,20 +146,19 @@ class StepLoop:
             replay.pass_call(loop)
         return True
 
-    def _begin(self, num_steps: int) -> bool:
+    def _begin(self, num_steps: float) -> bool:
         """Pass the point before a loop; return whether there is to be a first step."""
         step = self._progress.step
-        points = outside_after(step), end_of(step + 1), end_of(step + num_steps)
+        last = NEVER if num_steps == math.inf else step + int(num_steps)
+        points = outside_after(step), end_of(step + 1), end_of(last)
         self._heed(self._stops.begin(*points, self._stop_wanted()))
         if self._saves is not None and not self._progress.has_stopped:
             self._saves.begin(*points, Want.NOTHING)
         return not self._progress.has_stopped
 
-    def _epoch(self, loader: RankLoader) -> Iterator[Any]:
-        progress = self._progress
-        progress.begin_epoch()
+    def _steps(self, plan: Plan) -> Iterator[Any]:
         self._link.heartbeat.enter(Phase.LOADING)
-        for batch, share in loader.lockstep(progress.position.epoch, progress.position.batch):
+        for batch, share in plan.walk(self._progress):
             self._begin_step(share)
             try:
                 yield batch
@@ -175,12 +169,11 @@ class StepLoop:
             if self._end_step(share):
                 return
             self._link.heartbeat.enter(Phase.LOADING)
-        progress.end_epoch()
 
     def _begin_step(self, share: BatchShare) -> None:
         progress = self._progress
         progress.begin_step(share)
-        self._gradients.begin_step(progress.step, share)
+        self._gradients.begin_step(progress.step, share if share.has_data else None)
         self._link.heartbeat.begin_step(progress.step, progress.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
@@ -193,7 +186,7 @@ class StepLoop:
         stop = self._stops.reach(here, then, self._stop_wanted())
         self._reporter.end_step()
         asked = Reason.REQUEST if self._requests.take_save() else None
-        progress.leave_step(is_last=share.is_last)
+        progress.leave_step(share)
         self._heed(stop)
         asked = Reason.STOP if progress.has_stopped else asked
         if self._saves is not None and stop is None:
@@ -213,7 +206,7 @@ class StepLoop:
                 "variable may hold: write enumerate(ctx.steps(...)) in the for line",
                 self._progress.step,
             )
-        self._progress.leave_step(is_last=share.is_last)
+        self._progress.leave_step(share)
 
     def _heed(self, stop: Outcome | None) -> None:
         """Obey an agreement to stop; report one that the training itself didn't request."""
@@ -247,12 +240,11 @@ class Steps(Iterable[Any]):
     """
 
     loop: StepLoop
-    loader: RankLoader
-    epochs: int
+    plan: Plan
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a call of `steps`."""
-        return self.loop.begin(self.loader, self.epochs)
+        return self.loop.begin(self.plan)
 
 
 class Termination:

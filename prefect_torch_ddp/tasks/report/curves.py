@@ -77,6 +77,7 @@ class _Attempt:
             return
         step, (before, known) = int(steps.max()), self.last.get(name, (-1, np.zeros(5)))
         weights, values = records.rows["num_samples"][having][steps == step], values[steps == step]
+        weights = np.maximum(weights, 0)  # some aren't known
         weighted, num = (weights * values)[weights > 0].sum(), len(values)
         sums = np.array([weighted, weights.sum(), values.sum(), num, num * step])
         if step >= before:

@@ -116,7 +116,8 @@ class TrainingProgress:
         total_steps, total_epochs = self._totals
         epochs = f"/{count(total_epochs)}" if total_epochs else ""
         steps = f"/{count(total_steps)}" if total_steps else ""
-        position = f"epoch {count(newest.epoch)}{epochs} · step {count(newest.step)}{steps}"
+        epoch = f"epoch {count(newest.epoch)}{epochs} · " if newest.epoch else ""
+        position = f"{epoch}step {count(newest.step)}{steps}"
         losses_first = sorted(self.metrics.items(), key=lambda each: "loss" not in each[0].lower())
         shown = losses_first[:MAX_LINE_METRICS]
         metrics = [f"{' '.join(name.split())} {number(value)}" for name, value in shown]

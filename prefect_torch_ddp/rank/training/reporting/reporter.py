@@ -17,7 +17,7 @@ from prefect_torch_ddp.rank.training.reporting.measured import Measurements
 from prefect_torch_ddp.rank.training.reporting.newest import NewestMetrics
 from prefect_torch_ddp.rank.training.reporting.phase_times import TimingLog
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
-from prefect_torch_ddp.records.log import RecordLog
+from prefect_torch_ddp.records.log import UNKNOWN_SAMPLES, RecordLog
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.checkpoint.manifest import Manifest
@@ -85,11 +85,11 @@ class Reporter:
         if self._progress.share is None:
             self.end_step()
 
-    def begin_loop(self, batches: "GlobalBatches") -> None:
+    def begin_loop(self, batches: "GlobalBatches | None") -> None:
         """Put on record what a loop goes over, from where the training is."""
         if self._timing is not None:
             self._timing.begin_loop()
-        if self._ledger is None:
+        if self._ledger is None or batches is None:
             return
         position = self._progress.position
         line = LoopLine(
@@ -125,7 +125,7 @@ class Reporter:
         is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_before_call
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
-            self.newest.take(metrics, self._num_samples())
+            self.newest.take(metrics, max(self._num_samples(), 0))
             if self._log is not None:
                 measured = self._measurements.measure(now_s) if is_due else {}
                 if metrics or measured:
@@ -203,10 +203,7 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         progress = self._progress
-        is_endless = progress.total_steps == math.inf
-        total_steps, total_epochs = (
-            (None, None) if is_endless else (progress.total_steps, progress.total_epochs)
-        )
+        total_steps, total_epochs = _known(progress.total_steps), _known(progress.total_epochs)
         at = (self._numbers.record_step, progress.epoch, total_steps, self._trouble())
         of_all = (total_epochs, self._measurements.num_samples, progress.is_one_epoch)
         self._link.send(Progress(*at, *of_all))
@@ -218,8 +215,10 @@ class Reporter:
         return StepLine(progress.step, progress.epoch, progress.position.loop, *batch, **self._who)
 
     def _num_samples(self) -> int:
-        """Return how many samples of the step under way are this rank's."""
+        """Return how many samples of the step under way are this rank's; 0 outside of one."""
         share = self._progress.share
+        if share is not None and not share.has_data:
+            return UNKNOWN_SAMPLES
         return 0 if share is None else share.num_local - share.num_skipped
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,6 +230,10 @@ class Reporter:
             "num_samples": self._num_samples(),
             "metrics": metrics,
         }
+
+
+def _known(total: float | None) -> int | None:
+    return None if total is None or total == math.inf else int(total)
 
 
 class _DeviceScalar:

@@ -149,6 +149,7 @@ def _cut(value: object, most: int = MAX_VALUE) -> str:
 def _run_record(view: RunView) -> str:
     record = view.record
     dataset, steps, versions = record.dataset, record.num_steps, dict(record.versions)
+    epochs = f" in {count(record.num_epochs)} epochs" if record.num_epochs else ""
     ours = versions.pop("prefect-torch-ddp", "")
     resumed = None if view.report is None else view.report.training.resumed_from_step
     facts = {
@@ -159,7 +160,7 @@ def _run_record(view: RunView) -> str:
         **{text(name): text(value) for name, value in versions.items()},
         "seed": str(record.seed),
         "split": text(", ".join(f"{name} {count(num)}" for name, num in record.split.items())),
-        "steps": f"{count(steps)} in {count(record.num_epochs or 0)} epochs" if steps else "",
+        "steps": f"{count(steps)}{epochs}" if steps else "",
         "resumed from": "" if resumed is None else f"step {count(resumed)}",
     }
     if dataset is not None:

@@ -66,7 +66,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_checkpoint_is_due_as_the_table_says(case: Case) -> None:
     """One function decides for all."""
-    position = Position(epoch=case.epoch, batch=case.batch)
+    position = Position(loop_epoch=case.epoch, epoch=case.epoch, batch=case.batch)
     numbers = CheckpointNumbers(LoopProgress(case.step, position=position), case.saved)
     pace = None if case.age_s is None else Pace(100.0, case.every_s)
     now_s = 100.0 + (case.age_s or 0)

@@ -1,0 +1,158 @@
+"""What a call of `ctx.steps` goes through: epochs of a loader, or a number of steps."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.data.sampler import (
+    WITHOUT_DATA,
+    BatchShare,
+    GlobalBatches,
+    whole_number,
+)
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
+
+
+class Plan(Protocol):
+    """What the loop asks of a call: equal on all ranks, but for the batches."""
+
+    @property
+    def batches(self) -> GlobalBatches | None:
+        """The global batches; None: each rank has its own data, or none."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments that are equal on all ranks; can be written as JSON."""
+        ...
+
+    def enter(self, progress: LoopProgress, loop: int) -> None:
+        """Move the position to where this call begins, or resumes."""
+        ...
+
+    def begin(self, progress: LoopProgress) -> float:
+        """Note how long the call is; return the steps that are left of it."""
+        ...
+
+    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield each batch that is left, with this rank's share; the steps move the position."""
+        ...
+
+
+@dataclass(frozen=True)
+class OverLoader:
+    """Epochs of a loader of ours, at most so many steps of them."""
+
+    loader: RankLoader
+    epochs: float
+    total: float = math.inf
+
+    @property
+    def batches(self) -> GlobalBatches:
+        """The loader's."""
+        return self.loader.batches
+
+    def describe(self) -> dict[str, Any]:
+        """Return the loader's arguments, and the length."""
+        lengths = {"epochs": self.epochs, "total": self.total}
+        return {
+            "global_batch_size": self.batches.global_batch_size,
+            "order": self.loader.order,
+            "drop_last": self.batches.drop_last,
+            **{name: value for name, value in lengths.items() if value < math.inf},
+        }
+
+    def enter(self, progress: LoopProgress, loop: int) -> None:
+        """Enter the call."""
+        loader = self.loader
+        progress.enter_call(loop, loader.order, loader.global_batch_size, len(loader))
+
+    def begin(self, progress: LoopProgress) -> float:
+        """Return how many steps are left."""
+        if self.total < math.inf:
+            return progress.begin_counted(self.total)
+        return progress.begin_loop(self.epochs, len(self.loader))
+
+    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield the batches of one epoch after the other."""
+        while progress.position.loop_epoch < self.epochs and not self._is_done(progress):
+            progress.begin_epoch()
+            at = progress.position
+            for batch, share in self.loader.lockstep(at.epoch, at.batch):
+                yield batch, share
+                if self._is_done(progress):
+                    return  # before it loads another one
+            progress.end_epoch()
+
+    def _is_done(self, progress: LoopProgress) -> bool:
+        return progress.position.loop_step >= self.total
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A number of steps whose data, if there are any, the loop's body gets by itself."""
+
+    total: float
+    batches: None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the length."""
+        return {"data": "none", "total": self.total}
+
+    def enter(self, progress: LoopProgress, loop: int) -> None:
+        """Enter the call."""
+        progress.enter_call_without_epochs(loop)
+
+    def begin(self, progress: LoopProgress) -> float:
+        """Return how many steps are left."""
+        return progress.begin_counted(self.total)
+
+    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield the number of each step."""
+        while progress.position.loop_step < self.total:
+            yield progress.step + 1, WITHOUT_DATA
+
+
+def plan_for(config: RankConfig, loader: object, epochs: Any, total: Any) -> Plan:
+    """Check the arguments of `ctx.steps`.
+
+    Raises:
+        InvalidParamsError: they don't go together, or can't be kept right; names them.
+    """
+    if (epochs is None) == (total is None):
+        msg = (
+            "ctx.steps takes epochs=... of a loader, or total=..., a number of steps: give one of "
+            f"the two, not {'both' if total is not None else 'none'}"
+        )
+        raise InvalidParamsError(msg)
+    if total is not None:
+        total = _count("total", total)
+    if isinstance(loader, RankLoader):
+        if total is not None:
+            return OverLoader(loader, math.inf, total)
+        return OverLoader(loader, _count("epochs", epochs))
+    if loader is not None or total is None:
+        takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
+        msg = f"{takes}, not a {type(loader).__name__}"
+        raise InvalidParamsError(msg)
+    _refuse_without_loader(config)
+    return Counted(total)
+
+
+def _count(name: str, value: Any) -> float:
+    is_endless = value == math.inf  # until the loop is left
+    return math.inf if is_endless else whole_number(name, value, 0)
+
+
+def _refuse_without_loader(config: RankConfig) -> None:
+    """Refuse a run that promises of each sample what only our loader can keep."""
+    promise = "determinism='elastic' cuts" if config.is_elastic else "ledger=True records"
+    if config.is_elastic or (config.ledger and config.trains):
+        msg = (
+            f"{promise} the global batches of ctx.loader, and this call of ctx.steps has no such "
+            "loader: give it one, or leave that option out"
+        )
+        raise InvalidParamsError(msg)

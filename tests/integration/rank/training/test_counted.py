@@ -1,0 +1,79 @@
+"""Real ranks that count steps: killed and resumed to the same bits, stopped, compared."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.ranks import Died, config_for, train_on
+from tests.support.records import read_records
+from tests.workloads.counted import NUM_STEPS, train_on_draws
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def train(world_size: int, folder: Path, **options: Any) -> list[Any]:
+    """Run an attempt of the training there; return what its ranks do."""
+    return train_on(world_size, config_for(folder, options=options), train_on_draws)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Return what trains on so many ranks undisturbed, once, and gives the weights' hash."""
+
+    @functools.cache
+    def train_once(world_size: int) -> str:
+        (found,) = {each["sha256"] for each in train(world_size, tmp_path_factory.mktemp("whole"))}
+        return found
+
+    return train_once
+
+
+@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(2, 4, 1), (3, 7, 0)])
+def test_a_killed_training_on_draws_ends_with_the_same_weights(
+    tmp_path: Path, whole: Callable[[int], str], world_size: int, die_at: int, die_on: int
+) -> None:
+    """SIGKILL of a rank within a step, then a resume: every bit is that of the uninterrupted run,
+    and each step of each rank is on record once."""
+    saved = (die_at - 1) // 2 * 2
+    death = {"die_at": die_at, "die_on": die_on, "die_after": saved}
+    assert Died(-9) in train(world_size, tmp_path, **death)
+    found = train(world_size, tmp_path)
+    assert [each["made"] for each in found] == [[*range(saved + 1, NUM_STEPS + 1)]] * world_size
+    assert {each["sha256"] for each in found} == {whole(world_size)}
+    records = [(each.step, each.rank) for each in read_records(DirectoryStorage(tmp_path), "run")]
+    assert records == [(s, r) for s in range(1, NUM_STEPS + 1) for r in range(world_size)]
+
+
+def begin_differently(ctx: RankContext) -> str:
+    """Count another number of steps on one rank; return what is said of that."""
+    try:
+        list(ctx.steps(total=3 + ctx.rank))
+    except InvalidParamsError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_count_differently_are_refused(tmp_path: Path) -> None:
+    """Before a step is made, on at least one of them."""
+    answers = train_on(2, config_for(tmp_path, None), begin_differently)
+    assert any("ranks began ctx.steps differently: rank" in each for each in answers)
+    assert any("has total=" in each for each in answers)
+
+
+def stop_on_one(ctx: RankContext) -> int:
+    """Ask for a stop on one rank."""
+    for step in ctx.steps(total=1000):
+        if ctx.rank == 1 and step == 4:
+            ctx.request_stop("the test says so")
+    return ctx.step
+
+
+def test_a_stop_that_one_rank_asks_for_comes_after_one_step(tmp_path: Path) -> None:
+    """The same for all, though nothing else connects their steps."""
+    (step,) = set(train_on(2, config_for(tmp_path, None), stop_on_one))
+    assert 4 <= step < 1000

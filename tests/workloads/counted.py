@@ -1,0 +1,38 @@
+"""Trainings that count steps instead of epochs; their results compare to the last bit."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefect_torch_ddp import RankContext
+from tests.workloads import descend
+from tests.workloads.healthy import die_after_checkpoint, points, sha256_of_weights
+
+NUM_STEPS = 9
+
+
+def train_on_draws(ctx: RankContext) -> dict[str, Any]:
+    """Train on batches that the body draws, as nanoGPT's get_batch does, with dropout and noise
+    from all generators; say what the weights hash to, and which steps this attempt made.
+
+    Options: total, die_at, die_on (rank), die_after (step of the checkpoint that is to be on
+    record first).
+    """
+    options, made = ctx.options, []
+    inputs, targets = points(40)
+    bare = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.25), nn.Linear(16, 3)).double()
+    model = ctx.wrap(bare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    for step in ctx.steps(total=options.get("total", NUM_STEPS)):
+        made.append(step)
+        drawn = torch.randint(40, (6,))
+        noise = 0.1 * random.random() + 0.1 * float(np.random.random())
+        loss = nn.functional.cross_entropy(model(inputs[drawn] + noise), targets[drawn])
+        descend(ctx, optimizer, loss)
+        if step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
+            die_after_checkpoint(ctx, options.get("die_after"))
+    return {"sha256": sha256_of_weights(bare), "made": made}
