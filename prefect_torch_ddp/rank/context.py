@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.fetching import SeedSamples
     from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
+    from prefect_torch_ddp.rank.training.values import Values
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +282,34 @@ class RankContext:
                 ranks, or doesn't fit.
         """
         self._parts.tracker.track_each(objects, begins_anew=on_other_world_size == "begin")
+
+    def state(self, name: str = "state", /, **values: Any) -> "Values":
+        """Put plain values into every checkpoint, and take them back on resume.
+
+            state = ctx.state(best=0.0, it=0)
+            ...
+            state.best = max(state.best, accuracy)
+
+        Call it before `steps`, on every rank with the same names. As of what `track` takes, rank
+        0's values are kept: change them on all ranks in the same way.
+
+        Args:
+            name: of these values in a checkpoint, for a second call.
+            **values: what they are at first: numbers, texts, None, tensors, and lists and dicts of
+                them.
+
+        Returns:
+            An object that has the values as attributes, and takes no others.
+
+        Raises:
+            InvalidParamsError: a value can't be read back from a checkpoint; names it.
+            CheckpointError: the checkpoint has values of other names, or none.
+        """
+        from prefect_torch_ddp.rank.training.values import Values  # noqa: PLC0415 - if used
+
+        made = Values(values)
+        self._parts.tracker.track({name: made})
+        return made
 
     def steps(
         self,

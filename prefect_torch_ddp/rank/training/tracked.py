@@ -38,9 +38,8 @@ def check_trackable(
         elif lacking:
             lacks = " and no ".join(lacking)
             msg = (
-                f"{name!r} can't be tracked: {type(item).__name__} has no {lacks}; for values of "
-                "your own track an object with both: state_dict() returns them, and "
-                "load_state_dict(state) takes them over"
+                f"{name!r} can't be tracked: {type(item).__name__} has no {lacks}; plain values "
+                "of your own belong in ctx.state(best=0.0)"
             )
         else:
             continue

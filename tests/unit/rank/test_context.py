@@ -333,7 +333,7 @@ REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
     *((METRIC, partial(RankContext.report, accuracy=value)) for value in NO_NUMBERS),
     (LACKS, lambda ctx: ctx.track(lr=0.1)),
     (
-        r"dict has no state_dict and .*; for values of your own track an object with both",
+        r"dict has no state_dict and .*; plain values of your own belong in ctx\.state",
         lambda ctx: ctx.track(state={"best": 0.1}),
     ),
     ("'other'", lambda ctx: ctx.track(other=Tracked(Path()))),  # can't be read back

@@ -1,0 +1,57 @@
+"""Plain values of user code that are in every checkpoint; no torch."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+
+class Values(SimpleNamespace):
+    """Values by name, as attributes; `ctx.state` makes one, and no other name can be added."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        """Start with these.
+
+        Raises:
+            InvalidParamsError: there are none, or a name is taken.
+        """
+        taken = sorted(name for name in values if name.startswith("_") or hasattr(Values, name))
+        if taken or not values:
+            what = f"{taken[0]!r} can't name a value" if taken else "ctx.state was given no value"
+            msg = f"{what}: give its values by names of your own, ctx.state(best=0.0, it=0)"
+            raise InvalidParamsError(msg)
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change a value; one that isn't there would be in no checkpoint that has others."""
+        if name not in vars(self):
+            msg = f"ctx.state has no value {name!r}, but {self._names()}: give it all at the start"
+            raise AttributeError(msg)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse it: a checkpoint has all values."""
+        msg = f"{name!r} can't be deleted: it is in the checkpoints; set it to None"
+        raise AttributeError(msg)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the values of a checkpoint.
+
+        Raises:
+            ValueError: it has values of other names.
+        """
+        if state.keys() != vars(self).keys():
+            msg = (
+                f"it has the values {', '.join(state)}, and here are {self._names()}; give new "
+                "ones a state of their own, ctx.state('more', lr=0.1)"
+            )
+            raise ValueError(msg)
+        vars(self).update(state)
+
+    def _names(self) -> str:
+        return ", ".join(vars(self))
