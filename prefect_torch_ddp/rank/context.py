@@ -313,10 +313,11 @@ class RankContext:
 
     def steps(
         self,
-        loader: "RankLoader | None" = None,
+        loader: "RankLoader | Iterable[Any] | None" = None,
         *,
         epochs: float | None = None,
         total: float | None = None,
+        on_other_world_size: Literal["refuse", "begin"] = "refuse",
     ) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
@@ -339,22 +340,31 @@ class RankContext:
         its checkpoint with the random generators of that time, so it draws what an undisturbed one
         draws: draw a step's batch in that step. Such a call has no epochs.
 
+        A loader of others, `ctx.steps(theirs, total=5000)`, is each rank's own, as are its batches.
+        It is gone over again and again, with `set_epoch` of its samplers where they have it. If it
+        has `state_dict` and `load_state_dict`, a resumed run continues where these say; else it
+        begins from the start, which is warned of.
+
         Args:
-            loader: from `ctx.loader`, of the same dataset and arguments on every rank; None: there
-                is none.
+            loader: from `ctx.loader`, of the same dataset and arguments on every rank; or, with
+                `total`, any iterable; None: there is none.
             epochs: how often all samples are seen, equal on all ranks; `math.inf`: until the loop
                 is left.
             total: in place of `epochs`, how many steps this call makes over all its resumes; also
                 with a loader, whose epochs it then goes through one after the other.
+            on_other_world_size: if a loader of others was saved by another number of ranks,
+                "refuse" raises, and "begin" begins it from the start, with a warning.
 
         Raises:
             InvalidParamsError: the loader is another one, the ranks have different datasets or
                 arguments, a call is inside of another one, or the code after finished calls made
                 fewer of them on resume. Or the run has `determinism="elastic"` or `ledger=True`,
-                which are about samples, and the call has no loader.
-            CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail".
+                which are about samples, and the call has no loader of `ctx.loader`.
+            CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail"; or
+                a loader of others was saved by another number of ranks.
         """
-        return self._parts.loop.run(loader, epochs, total)
+        begins_anew = on_other_world_size == "begin"
+        return self._parts.loop.run(loader, epochs, total, begins_anew=begins_anew)
 
     def micro_batches(
         self, batch: Any, *, max_samples: int | None = None

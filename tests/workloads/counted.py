@@ -36,3 +36,54 @@ def train_on_draws(ctx: RankContext) -> dict[str, Any]:
         if step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
             die_after_checkpoint(ctx, options.get("die_after"))
     return {"sha256": sha256_of_weights(bare), "made": made}
+
+
+class Shuffled:
+    """A loader of others that knows its place: batches of row numbers, in an order that each pass
+    draws from torch's global generator."""
+
+    def __init__(self, num_rows: int, batch_size: int) -> None:
+        self.num_rows, self.batch_size = num_rows, batch_size
+        self.order: list[int] = []
+        self.at = 0
+        self._resumes = False
+
+    def __iter__(self) -> "Shuffled":
+        if not self._resumes:
+            self.order, self.at = torch.randperm(self.num_rows).tolist(), 0
+        self._resumes = False
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at >= self.num_rows:
+            raise StopIteration
+        self.at += self.batch_size
+        return self.order[self.at - self.batch_size : self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at, self._resumes = state["order"], state["at"], True
+
+
+def train_on_theirs(ctx: RankContext) -> dict[str, Any]:
+    """The same over a loader of others, whose passes are of different length on each rank.
+
+    Options: as above, and on_other_world_size.
+    """
+    options, made = ctx.options, []
+    inputs, targets = points(40)
+    bare = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 3)).double()
+    model = ctx.wrap(bare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    theirs = Shuffled(16 + 4 * ctx.rank, batch_size=4)
+    other = options.get("on_other_world_size", "refuse")
+    for rows in ctx.steps(theirs, total=NUM_STEPS, on_other_world_size=other):
+        made.append(rows)
+        loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
+        descend(ctx, optimizer, loss)
+        if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
+            die_after_checkpoint(ctx, options.get("die_after"))
+    return {"sha256": sha256_of_weights(bare), "made": made}

@@ -1,7 +1,7 @@
 """What a call of `ctx.steps` goes through: epochs of a loader, or a number of steps."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from prefect_torch_ddp.data.sampler import (
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
+from prefect_torch_ddp.rank.training.passes import Passes
 
 
 class Plan(Protocol):
@@ -93,14 +94,15 @@ class OverLoader:
 
 @dataclass(frozen=True)
 class Counted:
-    """A number of steps whose data, if there are any, the loop's body gets by itself."""
+    """A number of steps over a loader of others; or their data are the body's business."""
 
     total: float
+    passes: Passes | None = None
     batches: None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the length."""
-        return {"data": "none", "total": self.total}
+        """Return the length, and whether there is a loader."""
+        return {"a loader": self.passes is not None, "total": self.total}
 
     def enter(self, progress: LoopProgress, loop: int) -> None:
         """Enter the call."""
@@ -111,13 +113,26 @@ class Counted:
         return progress.begin_counted(self.total)
 
     def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
-        """Yield the number of each step."""
-        while progress.position.loop_step < self.total:
-            yield progress.step + 1, WITHOUT_DATA
+        """Yield the number of each step, or the loader's batch."""
+        passes, num_done = self.passes, progress.position.loop_step
+        if passes is not None and num_done < self.total:
+            passes.begin(continues=num_done > 0)
+        try:
+            while progress.position.loop_step < self.total:
+                yield progress.step + 1 if passes is None else passes.take(), WITHOUT_DATA
+        finally:
+            if passes is not None:
+                passes.leave()
 
 
-def plan_for(config: RankConfig, loader: object, epochs: Any, total: Any) -> Plan:
-    """Check the arguments of `ctx.steps`.
+def plan_for(
+    config: RankConfig,
+    loader: object,
+    epochs: Any,
+    total: Any,
+    passes_over: Callable[[Iterable[Any]], Passes],
+) -> Plan:
+    """Check the arguments of `ctx.steps`; `passes_over` tracks where it is in a loader of others.
 
     Raises:
         InvalidParamsError: they don't go together, or can't be kept right; names them.
@@ -134,12 +149,13 @@ def plan_for(config: RankConfig, loader: object, epochs: Any, total: Any) -> Pla
         if total is not None:
             return OverLoader(loader, math.inf, total)
         return OverLoader(loader, _count("epochs", epochs))
-    if loader is not None or total is None:
+    if total is None or not (loader is None or isinstance(loader, Iterable)):
         takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
-        msg = f"{takes}, not a {type(loader).__name__}"
+        others = "any other iterable goes with total=..., a number of steps"
+        msg = f"{takes}, not a {type(loader).__name__}; {others}"
         raise InvalidParamsError(msg)
     _refuse_without_loader(config)
-    return Counted(total)
+    return Counted(total, None if loader is None else passes_over(loader))
 
 
 def _count(name: str, value: Any) -> float:

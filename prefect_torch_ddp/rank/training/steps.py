@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -75,9 +76,12 @@ class StepLoop:
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
         self._agreements = [self._stops, *([self._saves] if self._saves else [])]
 
-    def run(self, loader: object, epochs: object, total: object) -> "Steps":
+    def run(
+        self, loader: object, epochs: object, total: object, *, begins_anew: bool = False
+    ) -> "Steps":
         """Check the arguments and return the loop."""
-        return Steps(self, plan_for(self._config, loader, epochs, total))
+        follow = partial(self._tracker.follow, begins_anew=begins_anew)
+        return Steps(self, plan_for(self._config, loader, epochs, total, follow))
 
     def begin(self, plan: Plan) -> Iterator[Any]:
         """Return one pass of the loop, which `close` ends where somebody still holds it."""

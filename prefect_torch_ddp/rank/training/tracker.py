@@ -1,9 +1,10 @@
 """The tracker: takes the objects of user code, restores them, and has them saved."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from prefect_torch_ddp.checkpoint.keys import shard_name
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
@@ -14,6 +15,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.training import tracked
+from prefect_torch_ddp.rank.training.passes import Passes
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.saver import Saver
@@ -47,6 +49,9 @@ class Tracker:
         self._objects = saver.objects
         self._rank_store: KeyValueStore | None = None
         self._restorer: Restorer | None = None
+        self._restores: set[str] = set()
+        """The names of what the checkpoint has, or has to have."""
+        self._followed: list[Passes] = []
 
     @property
     def resumed(self) -> Restorer | None:
@@ -66,6 +71,25 @@ class Tracker:
         info = self._info
         own = (OwnState(each, info.rank, info.world_size, begins_anew) for each in objects.values())
         self._take(dict(zip(objects, own, strict=True)))
+
+    def follow(self, iterable: Iterable[Any], *, begins_anew: bool) -> Passes:
+        """Take, in addition to what is tracked, where this rank is in a loader of others.
+
+        Each loader has one place, whatever call of `steps` it is in. What another number of ranks
+        saved isn't restored.
+        """
+        for passes in self._followed:
+            if passes.iterable is iterable:
+                return passes
+        # By its number among all, which are the same on resume; no name of the user's has a dash.
+        name = f"steps-{len(self._followed)}"
+        passes = Passes(iterable, begins_anew=begins_anew)
+        self._followed.append(passes)
+        if self._restorer is not None:  # else nothing is tracked, and there are no checkpoints
+            passes.warn_of_no_state()
+            if passes.is_kept:
+                self._take_place(self._restorer, name, passes)
+        return passes
 
     def begin(self) -> None:
         """Take no further objects: `steps` was called."""
@@ -121,10 +145,23 @@ class Tracker:
                 self._restorer = self._open()
             for name, item in objects.items():
                 self._restorer.restore(name, item)
+                self._restores.add(name)
                 self._saver.check(name, item)
             self._saver.take(objects)
             if self._config.trains and self._numbers.own.in_own_loop:
                 self._restorer.restore_generators(self._info.rank)
+
+    def _take_place(self, restorer: Restorer, name: str, passes: Passes) -> None:
+        item = OwnState(passes, self._info.rank, self._info.world_size)
+        manifest = restorer.manifest
+        is_there = manifest is not None and manifest.find(shard_name(name, 0)) is not None
+        if manifest is not None and is_there and manifest.world_size != self._info.world_size:
+            passes.saved_by = manifest.world_size
+        elif is_there and not self._replay.has_arrived:  # else it is of a later call
+            self._restores.add(name)
+            with self._heartbeat.during(Phase.RESTORING):
+                restorer.restore(name, item)
+        self._saver.take({name: item})
 
     def _open(self) -> Restorer:
         config = self._config
@@ -159,7 +196,8 @@ class Tracker:
                 replay.warn_of_missed_save()
                 with self._heartbeat.during(Phase.RESTORING):
                     for name, item in self._objects.items():
-                        restorer.restore(name, item)
+                        if name in self._restores:
+                            restorer.restore(name, item)
             is_restored = restorer.restore_generators(self._info.rank)
         if not is_restored:
             seed_rank(self._config.seed, self._numbers.progress.step, self._info.rank)

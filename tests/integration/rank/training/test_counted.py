@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp import CheckpointError, InvalidParamsError, RankContext
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, train_on
 from tests.support.records import read_records
-from tests.workloads.counted import NUM_STEPS, train_on_draws
+from tests.workloads.counted import NUM_STEPS, train_on_draws, train_on_theirs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,6 +47,39 @@ def test_a_killed_training_on_draws_ends_with_the_same_weights(
     assert {each["sha256"] for each in found} == {whole(world_size)}
     records = [(each.step, each.rank) for each in read_records(DirectoryStorage(tmp_path), "run")]
     assert records == [(s, r) for s in range(1, NUM_STEPS + 1) for r in range(world_size)]
+
+
+def test_a_killed_training_over_a_loader_of_others_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """Each rank's loader continues at its own place, in a pass of its own length."""
+    whole = train_on(2, config_for(tmp_path / "whole"), train_on_theirs)
+    death = {"die_at": 6, "die_on": 1, "die_after": 4}
+    assert Died(-9) in train_on(2, config_for(tmp_path, options=death), train_on_theirs)
+    found = train_on(2, config_for(tmp_path), train_on_theirs)
+    assert [each["made"] for each in found] == [each["made"][4:] for each in whole]
+    assert {each["sha256"] for each in found} == {whole[0]["sha256"]}
+
+
+def refused_or_begun(ctx: RankContext) -> str:
+    """Go over a loader of others; return the error."""
+    try:
+        train_on_theirs(ctx)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_places_in_a_loader_of_others_are_of_one_number_of_ranks(tmp_path: Path) -> None:
+    """On another one the resume is refused, with the way out, which makes the steps left."""
+    death = {"die_at": 6, "die_on": 1, "die_after": 4}
+    assert Died(-9) in train_on(2, config_for(tmp_path, options=death), train_on_theirs)
+    (refused,) = train_on(1, config_for(tmp_path), refused_or_begun)
+    assert "whose place each of 2 ranks saved" in refused
+    begin = {"on_other_world_size": "begin"}
+    assert begin["on_other_world_size"] in refused
+    (found,) = train_on(1, config_for(tmp_path, options=begin), train_on_theirs)
+    assert len(found["made"]) == NUM_STEPS - 4
 
 
 def begin_differently(ctx: RankContext) -> str:
