@@ -139,8 +139,10 @@ class EpochLedger(Result):
     num_samples: int
     """Different samples that were trained on."""
     num_draws: int = 0
-    """Draws by weights that were trained on, of which some may be missing or repeated; 0 where
-    samples aren't drawn, but due once each."""
+    """Draws, by weights or by an order of your own, that were trained on, of which some may be
+    missing or repeated; 0 where samples aren't drawn, but due once each."""
+    num_draws_due: int = 0
+    """Draws of a whole epoch."""
     num_total: int
     """Samples of the dataset; 0 where the record of it is lost."""
     is_finished: bool
@@ -174,7 +176,8 @@ class EpochLedger(Result):
     def __str__(self) -> str:
         """Say it in a line: `epoch 3: 1,437 samples, each once`."""
         num, what = (self.num_draws, "draws") if self.num_draws else (self.num_samples, "samples")
-        parts = [f"{num:,} {what}" + ("" if self.is_finished else f" of {self.num_total:,}")]
+        due = self.num_draws_due if self.num_draws else self.num_total
+        parts = [f"{num:,} {what}" + ("" if self.is_finished else f" of {due:,}")]
         parts[0] += ", each once" if self.is_clean else ""
         parts += [f"of {self.num_samples:,} different samples"] if self.num_draws else []
         parts += [] if self.num_total else ["the record of its dataset is lost"]

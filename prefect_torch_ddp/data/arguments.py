@@ -1,6 +1,6 @@
 """What a loader is given: which datasets and choices can work, and why the others can't."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
@@ -13,6 +13,8 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 Weights: TypeAlias = Sequence[float] | torch.Tensor | np.ndarray[Any, Any]
 """How often each sample is drawn, in relation to the others."""
+Order: TypeAlias = Callable[[int], Sequence[int] | torch.Tensor | np.ndarray[Any, Any]]
+"""Returns the indices of the samples of an epoch, which counts from 0."""
 NoneSamples: TypeAlias = Literal["refuse", "keep"]
 """What becomes of a sample that is None in a step."""
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
@@ -29,8 +31,8 @@ def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int
         msg = (
             f"{', '.join(clashes)} can't be passed to the DataLoader: the loader decides the "
             "order and the batches itself, so that each sample is used once; "
-            "use global_batch_size, shuffle, drop_last and seed of the loader, and its weights "
-            "in place of a WeightedRandomSampler"
+            "use global_batch_size, shuffle, drop_last and seed of the loader, its weights in "
+            "place of a WeightedRandomSampler, and its order in place of any other sampler"
         )
         raise InvalidParamsError(msg)
     if not dataloader_kwargs.get("in_order", True):
@@ -46,6 +48,18 @@ def refuse_weights_of(dataset: Any, *, shuffle: bool) -> None:
     if is_sharded(dataset) or not shuffle:
         what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
         msg = f"weights draw samples in a random order, and can't be used with {what}"
+        raise InvalidParamsError(msg)
+
+
+def refuse_order_of(dataset: Any, order: object, *, has_weights: bool) -> None:
+    """Refuse an order of the user's own that can't be kept."""
+    if is_sharded(dataset) or has_weights or not callable(order):
+        what = "with a dataset in shards" if is_sharded(dataset) else "together with weights"
+        what = what if callable(order) else f"as a {type(order).__name__}"
+        msg = (
+            f"order can't be given {what}: it is a function of the epoch, from 0, that returns "
+            "the indices of the samples of that epoch"
+        )
         raise InvalidParamsError(msg)
 
 

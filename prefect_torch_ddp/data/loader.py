@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from prefect_torch_ddp.data.arguments import (
     NoneSamples,
+    Order,
     Weights,
     check_choices,
     checked_weights,
     count_samples,
     is_sharded,
     refuse_clashes,
+    refuse_order_of,
     refuse_weights_of,
 )
 from prefect_torch_ddp.data.fetching import (
@@ -30,6 +32,7 @@ from prefect_torch_ddp.data.own_files import OwnFiles
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
+    OwnOrder,
     RankShares,
     ShareSampler,
     VirtualShare,
@@ -78,6 +81,8 @@ class RankLoader:
         weights: a number for each sample: how often it is drawn, in relation to the others. An
             epoch is then as many draws as there are samples, with replacement, in an order that
             follows from the seed and the epoch. Each draw is augmented by itself.
+        order: a function that returns the indices of the samples of an epoch, from 0, in place of
+            `shuffle`; in each epoch equally many, and the same ones on every rank.
         none_samples: what becomes of a sample that is None in a step. "refuse": on several ranks,
             where the others would count for too much, an error names it before collate_fn gets
             it; one rank trains on what collate_fn leaves, and it doesn't count as used. "keep":
@@ -104,6 +109,7 @@ class RankLoader:
         keeps_epoch: Callable[[], bool] = lambda: False,
         seed_samples: SeedSamples = True,
         weights: Weights | None = None,
+        order: Order | None = None,
         none_samples: NoneSamples = "refuse",
         **dataloader_kwargs: Any,
     ) -> None:
@@ -121,14 +127,16 @@ class RankLoader:
         check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
-        order = f"the order of seed {seed}" if shuffle else "their own order"
+        described = f"the order of seed {seed}" if shuffle else "their own order"
         if weights is not None:
             refuse_weights_of(dataset, shuffle=shuffle)
-        drawn_by = None
+        if order is not None:
+            refuse_order_of(dataset, order, has_weights=weights is not None)
+        drawn_by = own_order = None
         if is_sharded(dataset):
             fetched = ShardReader(dataset, seed, shuffle=shuffle)
             if shuffle:
-                order += f", shuffled in blocks of {fetched.block_size}"
+                described += f", shuffled in blocks of {fetched.block_size}"
                 shuffle = False  # of positions, not ids: the order is the reader's
             num_samples = len(fetched)
         else:
@@ -136,14 +144,16 @@ class RankLoader:
             if weights is not None:
                 drawn_by = checked_weights(weights, num_samples)
                 digest = hashlib.sha256(drawn_by.tobytes()).hexdigest()[:12]
-                order = f"draws of seed {seed} by weights with the digest {digest}"
+                described = f"draws of seed {seed} by weights with the digest {digest}"
+            if order is not None:
+                own_order, described = OwnOrder(order, num_samples), "an order of your own"
             gathers = collate is default_collate
             fetched = self._seeded(dataset, seed, seed_samples, gathers=gathers)
         self.batches = GlobalBatches(
-            num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by
+            num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by, own_order
         )
-        self.order = f"{num_samples} samples in {order}"
-        """Describes the order that the global batches are cut from; equal words, equal orders."""
+        self.order = f"{num_samples} samples in {described}"
+        """Describes the order that the global batches are cut from, for all epochs."""
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)
         is_alone = world_size == 1 and not self._shares.is_virtual
@@ -189,6 +199,11 @@ class RankLoader:
             if isinstance(fetched, ShardReader)
             else traits_of(self.dataset, self.batches.num_samples)
         )
+
+    def order_of(self, epoch: int) -> str:
+        """Describe the order of an epoch; equal words, equal orders."""
+        digest = self.batches.order_digest(epoch)
+        return f"{self.order} with the digest {digest}" if digest else self.order
 
     @property
     def global_batch_size(self) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -83,6 +83,46 @@ def share_range(num_global: int, rank: int, world_size: int) -> range:
 
 
 @dataclass
+class OwnOrder:
+    """An order of the user's own for each epoch: any samples, each as often as it says."""
+
+    make: Callable[[int], Any]
+    """Returns whole numbers [samples of an epoch] for an epoch, from 0."""
+    num_samples: int
+    """Of the dataset."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of the epochs that were asked for."""
+
+    def of_epoch(self, epoch: int) -> np.ndarray[Any, Any]:
+        """Return the indices of an epoch's samples, a copy.
+
+        Raises:
+            InvalidParamsError: they aren't of this dataset, or others than before.
+        """
+        given = self.make(epoch)
+        values = np.asarray(given.detach().cpu() if isinstance(given, torch.Tensor) else given)
+        if values.ndim != 1 or not len(values) or not np.issubdtype(values.dtype, np.integer):
+            what = f"{type(given).__name__} of {values.dtype} {list(values.shape)}"
+            says = "order of ctx.loader has to return the indices of an epoch's samples"
+            msg = f"{says}, some whole numbers in a list, an array or a tensor, not a {what}"
+            raise InvalidParamsError(msg)
+        wrong = np.flatnonzero((values < 0) | (values >= self.num_samples))
+        if len(wrong):
+            what = f"order({epoch})[{wrong[0]}] is {values[wrong[0]]}"
+            msg = f"{what}, and the dataset has samples 0 to {self.num_samples - 1}"
+            raise InvalidParamsError(msg)
+        values = values.astype(np.int32 if self.num_samples < 2**31 else np.int64)
+        digest = hashlib.sha256(values.tobytes()).hexdigest()[:12]
+        if self.digests.setdefault(epoch, digest) != digest:
+            msg = (
+                f"order({epoch}) returned other samples than before: it may depend on the epoch "
+                "only. Seed what it draws, such as by torch.Generator().manual_seed(epoch)"
+            )
+            raise InvalidParamsError(msg)
+        return values
+
+
+@dataclass
 class GlobalBatches:
     """The global batches of a dataset, epoch after epoch; the world size has no part in them.
 
@@ -90,7 +130,8 @@ class GlobalBatches:
     shares; with `drop_last` the uneven tail is left out). Memory: 4 bytes a sample for the
     current epoch's order (8 from 2**31 samples on), nothing without `shuffle`.
 
-    With weights an epoch is as many draws, with replacement: 12 bytes a sample.
+    With weights an epoch is as many draws, with replacement: 12 bytes a sample. With an order of
+    the user's own it is as many samples as that says, the same number in each epoch.
 
     Raises:
         InvalidParamsError: there is no sample, no room in a batch, or no batch.
@@ -104,6 +145,10 @@ class GlobalBatches:
     drop_last: bool = False
     weights: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
     """How often each sample is drawn, in relation to the others: float64 [num_samples]."""
+    own_order: OwnOrder | None = field(default=None, repr=False, compare=False)
+    """In place of `shuffle` and `weights`."""
+    num_places: int = field(default=0, init=False)
+    """Samples of an epoch; as many as there are, but by an order of the user's own."""
     _order: tuple[int, np.ndarray[Any, Any]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -113,17 +158,26 @@ class GlobalBatches:
             msg = f"the dataset has {self.num_samples} samples; at least one is needed"
             raise InvalidParamsError(msg)
         self.global_batch_size = whole_number("global_batch_size", self.global_batch_size, 1)
+        self.num_places = self.num_samples
+        if self.own_order is not None:
+            self._order = 0, self.own_order.of_epoch(0)
+            self.num_places = len(self._order[1])
         if self.num_batches == 0:
             msg = (
-                f"drop_last leaves no batch: {self.num_samples} samples don't fill a global batch "
+                f"drop_last leaves no batch: {self.num_places} samples don't fill a global batch "
                 f"of {self.global_batch_size}; lower global_batch_size or use drop_last=False"
             )
             raise InvalidParamsError(msg)
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether a sample may come several times in an epoch, or not at all."""
+        return self.weights is not None or self.own_order is not None
+
+    @property
     def num_batches(self) -> int:
         """Global batches per epoch."""
-        full, tail = divmod(self.num_samples, self.global_batch_size)
+        full, tail = divmod(self.num_places, self.global_batch_size)
         return full if self.drop_last or tail == 0 else full + 1
 
     def num_global(self, batch: int) -> int:
@@ -142,7 +196,7 @@ class GlobalBatches:
 
     def indices(self, epoch: int, positions: range) -> list[int]:
         """Return the samples at these places in an epoch's order."""
-        if not self.shuffle:
+        if not self.shuffle and self.own_order is None:
             return list(positions)
         indices: list[int] = self._epoch_order(epoch)[positions.start : positions.stop].tolist()
         return indices
@@ -152,12 +206,33 @@ class GlobalBatches:
             msg = f"batch {batch} is outside the epoch's {self.num_batches} global batches"
             raise InvalidParamsError(msg)
         start = batch * self.global_batch_size
-        return range(start, min(start + self.global_batch_size, self.num_samples))
+        return range(start, min(start + self.global_batch_size, self.num_places))
+
+    def order_digest(self, epoch: int) -> str:
+        """Return a digest of an epoch's order, where it is the user's own; else nothing."""
+        if self.own_order is None:
+            return ""
+        self._epoch_order(epoch)
+        return self.own_order.digests[epoch]
+
+    def _own(self, own_order: OwnOrder, epoch: int) -> np.ndarray[Any, Any]:
+        order = own_order.of_epoch(epoch)
+        if len(order) != self.num_places:
+            msg = (
+                f"order({epoch}) has {len(order)} samples and order(0) has {self.num_places}: each "
+                "epoch has to have equally many, since its steps are counted ahead. Repeat some, "
+                "or make a loader and a call of ctx.steps for each length"
+            )
+            raise InvalidParamsError(msg)
+        return order
 
     def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
-        """Return the permutation of an epoch: whole numbers [num_samples]."""
+        """Return the order of an epoch: whole numbers [num_places]."""
         if self._order is None or self._order[0] != epoch:
             self._order = None  # or two permutations would be in memory at once
+            if self.own_order is not None:
+                self._order = epoch, self._own(self.own_order, epoch)
+                return self._order[1]
             # The device is named because torch.set_default_device("cuda") would clash with the
             # generator's. int32 takes half the memory, and gives the same order.
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
@@ -255,7 +330,7 @@ class ShareSampler(Sampler[BatchKeys]):
             if stand_ins and not own:
                 own = [self.batches.positions(batch, 0, num_shares)[:1]]
             for positions in own:
-                draws = None if self.batches.weights is None else positions
+                draws = positions if self.batches.is_drawn else None
                 indices = self.batches.indices(epoch, positions)
                 yield BatchKeys(epoch, indices, stand_ins, draws)
 

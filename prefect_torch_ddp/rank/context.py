@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
-    from prefect_torch_ddp.data.arguments import NoneSamples, Weights
+    from prefect_torch_ddp.data.arguments import NoneSamples, Order, Weights
     from prefect_torch_ddp.data.fetching import SeedSamples
     from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
@@ -193,6 +193,7 @@ class RankContext:
         drop_last: bool = False,
         seed_samples: "SeedSamples" = True,
         weights: "Weights | None" = None,
+        order: "Order | None" = None,
         none_samples: "NoneSamples" = "refuse",
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
@@ -218,6 +219,10 @@ class RankContext:
             weights: numbers [samples]: how often each sample is drawn, in relation to the others,
                 as by torch's WeightedRandomSampler. An epoch is then as many draws as there are
                 samples, the same for any world size; each is augmented by itself.
+            order: a function that returns the indices of the samples of an epoch, from 0, in the
+                order to take them: whole numbers [samples of an epoch], as many in each epoch.
+                `shuffle` has no effect then. A sample may come several times, or not at all. It
+                may depend on the epoch only, and is compared between the ranks in each epoch.
             none_samples: a sample that is None is refused by its index on several ranks, since
                 the others would count for too much. "keep": collate_fn puts another in its place.
             **dataloader_kwargs: for torch's DataLoader, such as num_workers, collate_fn or
@@ -236,6 +241,7 @@ class RankContext:
             drop_last=drop_last,
             seed_samples=seed_samples,
             weights=weights,
+            order=order,
             none_samples=none_samples,
             rank=self.rank,
             world_size=self.world_size,

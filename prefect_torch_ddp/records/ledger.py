@@ -39,13 +39,24 @@ class LoopLine(Line):
     drop_last: bool
     world_size: int
     is_drawn: bool = field(default=False, kw_only=True)
-    """Whether samples are drawn by weights: one may come several times, or not at all."""
+    """Whether samples are drawn by weights, or come in an order of the user's own: one may come
+    several times, or not at all."""
+    num_places: int | None = field(default=None, kw_only=True)
+    """Samples of an epoch in an order of the user's own; None: as many as there are."""
+
+    @property
+    def num_left_out(self) -> int:
+        """Samples of an epoch's tail that are left out."""
+        return self._num_all % self.global_batch_size if self.drop_last else 0
 
     @property
     def num_due(self) -> int:
         """Samples of a whole epoch."""
-        num_left_out = self.num_samples % self.global_batch_size if self.drop_last else 0
-        return self.num_samples - num_left_out
+        return self._num_all - self.num_left_out
+
+    @property
+    def _num_all(self) -> int:
+        return self.num_samples if self.num_places is None else self.num_places
 
 
 @dataclass(frozen=True)
@@ -228,7 +239,7 @@ class _Found:
         is_due = is_finished or self._is_past(epoch, loop)
         if loop.is_drawn:
             end = loop.num_due if is_due else self._end_in(epoch, loop)
-            found = _found_of_draws(tally, begins_at, end)
+            found = _found_of_draws(tally, begins_at, end) | {"num_draws_due": loop.num_due}
         else:
             num_gaps = None if is_due else tally.gaps(begins_at, self._end_in(epoch, loop))
             found = _found_of_samples(tally, loop, loop.num_due - begins_at, num_seen, num_gaps)
@@ -238,7 +249,7 @@ class _Found:
             num_total=loop.num_samples,
             is_finished=is_finished,
             begins_at=begins_at,
-            num_left_out=loop.num_samples - loop.num_due if is_finished else 0,
+            num_left_out=loop.num_left_out if is_finished else 0,
             num_unknown=len(unknown),
             unknown=tuple(unknown[:MAX_EXAMPLES]),
             **found,

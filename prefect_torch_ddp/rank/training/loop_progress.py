@@ -1,6 +1,7 @@
 """How far the loops of a training are: only `StepLoop` moves it; free of torch."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -51,10 +52,18 @@ class Position(NamedTuple):
             position = self._at_loop(loop)
         return position._replace(global_batch_size=0, order="")
 
-    def entered(self, loop: int, order: str, size: int, num_batches: int) -> Self:
+    def entered(
+        self, loop: int, order_of: Callable[[int], str], size: int, num_batches: int
+    ) -> Self:
         """Return the position in a loop that begins or resumes, with its loader's order and size.
 
         A later loop than this one continues no epoch.
+
+        Args:
+            loop: which call of `steps` it is.
+            order_of: names the order of an epoch.
+            size: of the global batches.
+            num_batches: of an epoch.
         """
         position, batch = self, self.batch
         if loop > self.loop:
@@ -65,7 +74,7 @@ class Position(NamedTuple):
                 "has one: it begins from the start"
             )
             position = self._at_loop(loop)
-        elif batch and self.order not in ("", order):
+        elif batch and self.order not in ("", order := order_of(self.epoch)):
             logger.warning(
                 "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
                 "that epoch can't be finished, the next one begins",
@@ -81,7 +90,7 @@ class Position(NamedTuple):
                     "global_batch_size changed within an epoch: %d samples of it are seen twice",
                     done % size,
                 )
-        return position._replace(global_batch_size=size, order=order)
+        return position._replace(global_batch_size=size)
 
     def _at_loop(self, loop: int) -> Self:
         """Return the position at the beginning of a call; an epoch under way is not finished."""
@@ -125,9 +134,11 @@ class LoopProgress:
         """Begin where a checkpoint was made, of this run or of another one."""
         self.step, self.epoch, self.position = step, epoch, position
 
-    def enter_call(self, loop: int, order: str, size: int, num_batches: int) -> None:
+    def enter_call(
+        self, loop: int, order_of: Callable[[int], str], size: int, num_batches: int
+    ) -> None:
         """Enter a call of `steps`; see `Position.entered`."""
-        self.position = self.position.entered(loop, order, size, num_batches)
+        self.position = self.position.entered(loop, order_of, size, num_batches)
 
     def enter_call_without_epochs(self, loop: int) -> None:
         """Enter a call of `steps` without a loader; see `Position.entered_without_epochs`."""
@@ -156,9 +167,10 @@ class LoopProgress:
         self.total_steps, self.total_epochs = self.step + max(left, 0), None
         return left
 
-    def begin_epoch(self) -> None:
-        """Begin, or continue, the epoch of the position."""
+    def begin_epoch(self, order: str) -> None:
+        """Begin, or continue, the epoch of the position, whose order has this name."""
         self.epoch = self.position.epoch + 1
+        self.position = self.position._replace(order=order)
 
     def begin_step(self, share: "BatchShare") -> None:
         """Begin a step."""

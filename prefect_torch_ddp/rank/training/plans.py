@@ -38,8 +38,15 @@ class Plan(Protocol):
         """Note how long the call is; return the steps that are left of it."""
         ...
 
-    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
-        """Yield each batch that is left, with this rank's share; the steps move the position."""
+    def walk(
+        self, progress: LoopProgress, compare: Callable[[int, str], None]
+    ) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield each batch that is left, with this rank's share; the steps move the position.
+
+        Args:
+            progress: has the position.
+            compare: refuses the order of an epoch that another rank has otherwise.
+        """
         ...
 
 
@@ -69,7 +76,7 @@ class OverLoader:
     def enter(self, progress: LoopProgress, loop: int) -> None:
         """Enter the call."""
         loader = self.loader
-        progress.enter_call(loop, loader.order, loader.global_batch_size, len(loader))
+        progress.enter_call(loop, loader.order_of, loader.global_batch_size, len(loader))
 
     def begin(self, progress: LoopProgress) -> float:
         """Return how many steps are left."""
@@ -77,10 +84,15 @@ class OverLoader:
             return progress.begin_counted(self.total)
         return progress.begin_loop(self.epochs, len(self.loader))
 
-    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
+    def walk(
+        self, progress: LoopProgress, compare: Callable[[int, str], None]
+    ) -> Iterator[tuple[Any, BatchShare]]:
         """Yield the batches of one epoch after the other."""
         while progress.position.loop_epoch < self.epochs and not self._is_done(progress):
-            progress.begin_epoch()
+            order = self.loader.order_of(progress.position.epoch)
+            if self.batches.own_order is not None:  # else it was compared when the call began
+                compare(progress.position.epoch, order)
+            progress.begin_epoch(order)
             at = progress.position
             for batch, share in self.loader.lockstep(at.epoch, at.batch):
                 yield batch, share
@@ -112,7 +124,9 @@ class Counted:
         """Return how many steps are left."""
         return progress.begin_counted(self.total)
 
-    def walk(self, progress: LoopProgress) -> Iterator[tuple[Any, BatchShare]]:
+    def walk(
+        self, progress: LoopProgress, _compare: Callable[[int, str], None]
+    ) -> Iterator[tuple[Any, BatchShare]]:
         """Yield the number of each step, or the loader's batch."""
         passes, num_done = self.passes, progress.position.loop_step
         if passes is not None and num_done < self.total:

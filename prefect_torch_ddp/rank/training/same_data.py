@@ -34,6 +34,24 @@ def refuse_different(agreement: Agreement, rank: int, loop: int, plan: Plan) -> 
         raise InvalidParamsError(why)
 
 
+def refuse_other_order(agreement: Agreement, rank: int, loop: int, epoch: int, order: str) -> None:
+    """Compare an epoch's order with that of the rank that came to the epoch first.
+
+    Raises:
+        InvalidParamsError: that rank has another one.
+    """
+    text = json.dumps({"rank": rank, "order": order})
+    there = json.loads(agreement.put_first(f"order/{loop}/{epoch}", text))
+    if there["order"] != order:
+        what = f"rank {rank} has {order} and rank {there['rank']} has {there['order']}"
+        msg = (
+            f"ranks have different orders in epoch {epoch + 1}: {what}. The function order of "
+            "ctx.loader may depend on the epoch only: seed what it draws, such as by "
+            "torch.Generator().manual_seed(epoch)"
+        )
+        raise InvalidParamsError(msg)
+
+
 def _difference(rank: int, here: dict[str, Any], there: dict[str, Any]) -> str | None:
     other, different = there["rank"], "ranks were given different datasets"
     whole = (

@@ -32,7 +32,7 @@ from prefect_torch_ddp.rank.training.loop_progress import Requests
 from prefect_torch_ddp.rank.training.plans import Plan, plan_for
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
-from prefect_torch_ddp.rank.training.same_data import refuse_different
+from prefect_torch_ddp.rank.training.same_data import refuse_different, refuse_other_order
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.tracker import Tracker
 
@@ -116,7 +116,7 @@ class StepLoop:
         try:
             with self._link.heartbeat.looping():
                 if left <= 0 or self._begin(left):
-                    yield from self._steps(plan)
+                    yield from self._steps(plan, loop)
                 self._reporter.end_loop()
         finally:
             self._termination.remove()
@@ -160,9 +160,10 @@ class StepLoop:
             self._saves.begin(*points, Want.NOTHING)
         return not self._progress.has_stopped
 
-    def _steps(self, plan: Plan) -> Iterator[Any]:
+    def _steps(self, plan: Plan, loop: int) -> Iterator[Any]:
         self._link.heartbeat.enter(Phase.LOADING)
-        for batch, share in plan.walk(self._progress):
+        compare = partial(refuse_other_order, self._stops, self._rank, loop)
+        for batch, share in plan.walk(self._progress, compare):
             self._begin_step(share)
             try:
                 yield batch

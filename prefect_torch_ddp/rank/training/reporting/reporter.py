@@ -101,7 +101,8 @@ class Reporter:
             global_batch_size=batches.global_batch_size,
             drop_last=batches.drop_last,
             world_size=self._info.world_size,
-            is_drawn=batches.weights is not None,
+            is_drawn=batches.is_drawn,
+            num_places=None if batches.own_order is None else batches.num_places,
             **self._who,
         )
         self._ledger.append(line)
