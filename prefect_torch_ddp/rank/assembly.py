@@ -137,14 +137,14 @@ class ContextParts:
 
     def outcome(self) -> dict[str, Any]:
         """Return counts, checkpoints and the step resumed from, of a closed training."""
-        progress = self.progress
-        counts = {"num_steps": progress.step, "num_epochs": progress.position.epoch}
+        num_steps, num_epochs = self.progress.done
+        counts = {"num_steps": num_steps, "num_epochs": num_epochs}
         if not self._has("saver"):
             none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
             return {**counts, **none}
         from prefect_torch_ddp.rank.training.outcome import checkpoints_of  # noqa: PLC0415 - torch
 
-        has_ended = progress.stopped_by is None if self.info.rank == 0 else None
+        has_ended = self.progress.stopped_by is None if self.info.rank == 0 else None
         found = (self.config, self.saver.last, self.tracker.resumed)
         return {**counts, **checkpoints_of(*found, has_ended=has_ended)}
 

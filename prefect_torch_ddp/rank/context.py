@@ -9,6 +9,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_resul
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.local import LocalOptions, local_parts
+from prefect_torch_ddp.rank.training.loop_progress import OwnProgress
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -411,6 +412,36 @@ class RankContext:
         """
         self._parts.reporter.report(metrics)
         self._parts.link.heartbeat.progress()
+
+    def progress(self, step: int, total: int | None = None, *, epoch: int = 0) -> None:
+        """Say how far a loop of your own is, that doesn't go over `steps`, such as a trainer's.
+
+        People then see its steps and the time left, what `report` gets is of this step, an error
+        names it, and a gang that makes no progress for `progress_timeout_s` counts as hung. It
+        costs microseconds and waits for nobody: call it in each step, on every rank. A resumed
+        loop says the number that it continues with, which takes back the records from there on.
+
+        Args:
+            step: the one under way, from 1; over all resumes.
+            total: how many there will be; None: it isn't known.
+            epoch: the one under way, from 1; 0: there are none.
+
+        Raises:
+            InvalidParamsError: it isn't a whole number, or `steps` counts the steps.
+        """
+        if self._parts.replay.numbers.has_begun:
+            msg = (
+                "ctx.progress is for a loop of your own, and this training has begun ctx.steps, "
+                "which counts its steps itself: leave it out"
+            )
+            raise InvalidParamsError(msg)
+        from prefect_torch_ddp.data.sampler import whole_number  # noqa: PLC0415 - loads torch
+
+        num_steps = None if total is None else whole_number("total", total, 0)
+        own = whole_number("step", step, 0), num_steps, whole_number("epoch", epoch, 0)
+        self._progress.note_own(OwnProgress(*own))
+        self._parts.link.heartbeat.own_step(own[0], own[2])
+        self._parts.reporter.show_progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
         """Request a checkpoint, on every rank: at this step's end; outside of `steps` at once.

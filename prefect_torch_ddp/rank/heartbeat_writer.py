@@ -63,6 +63,11 @@ class HeartbeatWriter:
         words[layout.EPOCH] = epoch
         words[PHASE] = _EPOCH_END if is_last else _STEP
 
+    def own_step(self, step: int, epoch: int) -> None:
+        """Mark the step of a loop that isn't `steps`; arms the watch."""
+        self._words[layout.STEP], self._words[layout.EPOCH] = step, epoch
+        self.progress()
+
     def progress(self, *, arms: bool = True) -> None:
         """Mark progress; if it arms the watch, the rank is expected to keep making it."""
         self._words[MOVED_NS] = _now_ns()

@@ -55,9 +55,12 @@ class CheckpointNumbers:
     def record_step(self) -> int:
         """The step of what is reported now.
 
-        In a loop of the user's own it is the number of the next checkpoint, so that a resume takes
-        back what was reported after its checkpoint, and nothing else.
+        In a loop of the user's own it is what `ctx.progress` said, or the number of the next
+        checkpoint, so that a resume takes back what was reported after its checkpoint, and nothing
+        else.
         """
+        if self.progress.own is not None:
+            return self.progress.own.step
         if self.progress.step > 0 or self.progress.share is not None:
             return self.progress.step
         return self.report_interval[0]
@@ -88,6 +91,7 @@ class CheckpointNumbers:
     def begin_steps(self) -> None:
         """Note that `steps` was called."""
         self.has_begun = True
+        self.progress.note_own(None)
 
     def enter_call(self, loop: int) -> None:
         """Leave the user's own loop for a call of `steps`; a later one begins its count again."""

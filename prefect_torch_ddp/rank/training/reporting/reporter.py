@@ -85,6 +85,11 @@ class Reporter:
         if self._progress.share is None:
             self.end_step()
 
+    def show_progress(self) -> None:
+        """Tell people how far a loop of the user's own is, once in a while."""
+        if self._info.rank == 0 and time.monotonic() >= self._next_progress:
+            self._send_progress()
+
     def begin_loop(self, batches: "GlobalBatches | None") -> None:
         """Put on record what a loop goes over, from where the training is."""
         if self._timing is not None:
@@ -172,7 +177,7 @@ class Reporter:
         """
         if self._now:
             self.end_step()
-        if not self._closed and self._info.rank == 0 and self._progress.step > 0:
+        if not self._closed and self._info.rank == 0 and self._progress.done[0] > 0:
             self._send_progress()  # else what people see would end up to a second too early
         if self._timing is not None and not self._closed:
             self._timing.write(knows_step=False)
@@ -205,7 +210,9 @@ class Reporter:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         progress = self._progress
         total_steps, total_epochs = _known(progress.total_steps), _known(progress.total_epochs)
-        at = (self._numbers.record_step, progress.epoch, total_steps, self._trouble())
+        if progress.own is not None:
+            total_steps, total_epochs = progress.own.total, None
+        at = (self._numbers.record_step, self._epoch(), total_steps, self._trouble())
         of_all = (total_epochs, self._measurements.num_samples, progress.is_one_epoch)
         self._link.send(Progress(*at, *of_all))
 
@@ -215,17 +222,21 @@ class Reporter:
         batch = (offset, share.num_global, share.is_last, share.samples)
         return StepLine(progress.step, progress.epoch, progress.position.loop, *batch, **self._who)
 
+    def _epoch(self) -> int:
+        own = self._progress.own
+        return self._progress.epoch if own is None else own.epoch
+
     def _num_samples(self) -> int:
         """Return how many samples of the step under way are this rank's; 0 outside of one."""
-        share = self._progress.share
-        if share is not None and not share.has_data:
+        share, own = self._progress.share, self._progress.own
+        if own is not None or (share is not None and not share.has_data):
             return UNKNOWN_SAMPLES
         return 0 if share is None else share.num_local - share.num_skipped
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "step": self._numbers.record_step,
-            "epoch": self._progress.epoch,
+            "epoch": self._epoch(),
             **self._who,
             "time": time.time(),
             "num_samples": self._num_samples(),
