@@ -1,6 +1,7 @@
 """Real ranks that count steps: killed and resumed to the same bits, stopped, compared."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_ranks_that_count_differently_are_refused(tmp_path: Path) -> None:
 
 def stop_on_one(ctx: RankContext) -> int:
     """Ask for a stop on one rank."""
-    for step in ctx.steps(total=1000):
+    for step in ctx.steps(total=math.inf):
         if ctx.rank == 1 and step == 4:
             ctx.request_stop("the test says so")
     return ctx.step
@@ -109,4 +110,4 @@ def stop_on_one(ctx: RankContext) -> int:
 def test_a_stop_that_one_rank_asks_for_comes_after_one_step(tmp_path: Path) -> None:
     """The same for all, though nothing else connects their steps."""
     (step,) = set(train_on(2, config_for(tmp_path, None), stop_on_one))
-    assert 4 <= step < 1000
+    assert step >= 4
