@@ -43,15 +43,19 @@ def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int
         raise InvalidParamsError(msg)
 
 
-def refuse_weights_of(dataset: Any, *, shuffle: bool) -> None:
-    """Refuse weights of a dataset that isn't drawn from at random."""
-    if is_sharded(dataset) or not shuffle:
+def refuse_orders_of(
+    dataset: Any, *, shuffle: bool, weights: object | None, order: object | None
+) -> None:
+    """Refuse weights of a dataset that isn't drawn from at random, and an order that can't be."""
+    if order is not None:
+        _refuse_order_of(dataset, order, has_weights=weights is not None)
+    elif weights is not None and (is_sharded(dataset) or not shuffle):
         what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
         msg = f"weights draw samples in a random order, and can't be used with {what}"
         raise InvalidParamsError(msg)
 
 
-def refuse_order_of(dataset: Any, order: object, *, has_weights: bool) -> None:
+def _refuse_order_of(dataset: Any, order: object, *, has_weights: bool) -> None:
     """Refuse an order of the user's own that can't be kept."""
     if is_sharded(dataset) or has_weights or not callable(order):
         what = "with a dataset in shards" if is_sharded(dataset) else "together with weights"

@@ -1,6 +1,5 @@
 """How a rank reads its share of the data: torch's DataLoader over the exact order."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -19,8 +18,7 @@ from prefect_torch_ddp.data.arguments import (
     count_samples,
     is_sharded,
     refuse_clashes,
-    refuse_order_of,
-    refuse_weights_of,
+    refuse_orders_of,
 )
 from prefect_torch_ddp.data.fetching import (
     SeededDataset,
@@ -127,32 +125,26 @@ class RankLoader:
         check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
-        described = f"the order of seed {seed}" if shuffle else "their own order"
-        if weights is not None:
-            refuse_weights_of(dataset, shuffle=shuffle)
-        if order is not None:
-            refuse_order_of(dataset, order, has_weights=weights is not None)
-        drawn_by = own_order = None
+        refuse_orders_of(dataset, shuffle=shuffle, weights=weights, order=order)
+        drawn_by = own_order = of_reader = None
         if is_sharded(dataset):
             fetched = ShardReader(dataset, seed, shuffle=shuffle)
             if shuffle:
-                described += f", shuffled in blocks of {fetched.block_size}"
+                of_reader = f"the order of seed {seed}, shuffled in blocks of {fetched.block_size}"
                 shuffle = False  # of positions, not ids: the order is the reader's
             num_samples = len(fetched)
         else:
             num_samples = count_samples(dataset)
             if weights is not None:
                 drawn_by = checked_weights(weights, num_samples)
-                digest = hashlib.sha256(drawn_by.tobytes()).hexdigest()[:12]
-                described = f"draws of seed {seed} by weights with the digest {digest}"
             if order is not None:
-                own_order, described = OwnOrder(order, num_samples), "an order of your own"
+                own_order = OwnOrder(order, num_samples)
             gathers = collate is default_collate
             fetched = self._seeded(dataset, seed, seed_samples, gathers=gathers)
         self.batches = GlobalBatches(
             num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by, own_order
         )
-        self.order = f"{num_samples} samples in {described}"
+        self.order = f"{num_samples} samples in {of_reader or self.batches.order_name()}"
         """Describes the order that the global batches are cut from, for all epochs."""
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)

@@ -208,6 +208,15 @@ class GlobalBatches:
         start = batch * self.global_batch_size
         return range(start, min(start + self.global_batch_size, self.num_places))
 
+    def order_name(self) -> str:
+        """Describe the order of all epochs; equal words, equal orders, but for the user's own."""
+        if self.own_order is not None:
+            return "an order of your own"
+        if self.weights is not None:
+            digest = hashlib.sha256(self.weights.tobytes()).hexdigest()[:12]
+            return f"draws of seed {self.seed} by weights with the digest {digest}"
+        return f"the order of seed {self.seed}" if self.shuffle else "their own order"
+
     def order_digest(self, epoch: int) -> str:
         """Return a digest of an epoch's order, where it is the user's own; else nothing."""
         if self.own_order is None:

@@ -137,7 +137,7 @@ class ContextParts:
 
     def outcome(self) -> dict[str, Any]:
         """Return counts, checkpoints and the step resumed from, of a closed training."""
-        num_steps, num_epochs = self.progress.done
+        num_steps, num_epochs = self.replay.numbers.done
         counts = {"num_steps": num_steps, "num_epochs": num_epochs}
         if not self._has("saver"):
             none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}

@@ -1,4 +1,7 @@
-"""The RankContext, the object that user code gets; importing it loads no torch."""
+"""The RankContext, the object that user code gets; importing it loads no torch.
+
+It is long by its docstrings, which are the manual.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +12,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_resul
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.local import LocalOptions, local_parts
-from prefect_torch_ddp.rank.training.loop_progress import OwnProgress
+from prefect_torch_ddp.rank.training.numbers import OwnProgress
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -429,7 +432,8 @@ class RankContext:
         Raises:
             InvalidParamsError: it isn't a whole number, or `steps` counts the steps.
         """
-        if self._parts.replay.numbers.has_begun:
+        numbers = self._parts.replay.numbers
+        if numbers.has_begun:
             msg = (
                 "ctx.progress is for a loop of your own, and this training has begun ctx.steps, "
                 "which counts its steps itself: leave it out"
@@ -439,7 +443,7 @@ class RankContext:
 
         num_steps = None if total is None else whole_number("total", total, 0)
         own = whole_number("step", step, 0), num_steps, whole_number("epoch", epoch, 0)
-        self._progress.note_own(OwnProgress(*own))
+        numbers.note_own_progress(OwnProgress(*own))
         self._parts.link.heartbeat.own_step(own[0], own[2])
         self._parts.reporter.show_progress()
 

@@ -32,6 +32,11 @@ class OwnState:
         load_state(self.item, state)
 
 
+def num_owners(manifest: Manifest, name: str) -> int:
+    """Return how many ranks have a state of their own of an object there; 0: there is none."""
+    return 0 if manifest.find(shard_name(name, 0)) is None else manifest.world_size
+
+
 def find_own(manifest: Manifest, name: str, item: OwnState) -> ManifestObject | None:
     """Return a rank's shard of an object; None: the checkpoint has none, or it begins anew.
 

@@ -98,14 +98,6 @@ class Position(NamedTuple):
         return self._replace(loop=loop, epoch=self.epoch + (self.batch > 0), **fresh)
 
 
-class OwnProgress(NamedTuple):
-    """How far a loop is that isn't `ctx.steps`, as user code says."""
-
-    step: int
-    total: int | None
-    epoch: int
-
-
 @dataclass
 class LoopProgress:
     """The steps, epochs and batches of a training, and whether its loops have stopped."""
@@ -121,8 +113,6 @@ class LoopProgress:
     total_epochs: float | None = None
     ended_by: StoppedBy | Literal["training"] | None = None
     """Who ended the loops; None: nobody, as far as all ranks agreed."""
-    own: OwnProgress | None = None
-    """What user code said of a loop of its own; None once `steps` counts."""
 
     @property
     def has_stopped(self) -> bool:
@@ -140,12 +130,6 @@ class LoopProgress:
         before = self.position.epoch - self.position.loop_epoch
         return self.total_epochs is not None and self.total_epochs - before == 1
 
-    @property
-    def done(self) -> tuple[int, int]:
-        """The steps that were made, and the epochs."""
-        own = self.own
-        return (self.step, self.position.epoch) if own is None else (own.step, own.epoch)
-
     def continue_from(self, step: int, epoch: int, position: Position) -> None:
         """Begin where a checkpoint was made, of this run or of another one."""
         self.step, self.epoch, self.position = step, epoch, position
@@ -159,10 +143,6 @@ class LoopProgress:
     def enter_call_without_epochs(self, loop: int) -> None:
         """Enter a call of `steps` without a loader; see `Position.entered_without_epochs`."""
         self.position = self.position.entered_without_epochs(loop)
-
-    def note_own(self, own: OwnProgress | None) -> None:
-        """Take in how far a loop of the user's own is; None: `steps` counts from now on."""
-        self.own = own
 
     def begin_loop(self, epochs: float, num_batches: int) -> float:
         """Take the length of the call of `steps`; return how many steps are left of it.

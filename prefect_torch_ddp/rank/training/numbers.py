@@ -20,6 +20,14 @@ class OwnSaves(NamedTuple):
     resumes at `track`."""
 
 
+class OwnProgress(NamedTuple):
+    """How far a loop is that isn't `ctx.steps`, as user code says."""
+
+    step: int
+    total: int | None
+    epoch: int
+
+
 @dataclass
 class CheckpointNumbers:
     """Which number the next checkpoint has, and which one was the newest.
@@ -35,6 +43,14 @@ class CheckpointNumbers:
     """Number and `newest` as restored from a checkpoint with which the function had ended."""
     has_begun: bool = False
     """Whether `steps` was called."""
+    own_progress: OwnProgress | None = None
+    """What user code said of a loop of its own; None once `steps` counts."""
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """The steps that were made, and the epochs."""
+        own, progress = self.own_progress, self.progress
+        return (progress.step, progress.position.epoch) if own is None else (own.step, own.epoch)
 
     @property
     def current(self) -> int:
@@ -59,8 +75,8 @@ class CheckpointNumbers:
         checkpoint, so that a resume takes back what was reported after its checkpoint, and nothing
         else.
         """
-        if self.progress.own is not None:
-            return self.progress.own.step
+        if self.own_progress is not None:
+            return self.own_progress.step
         if self.progress.step > 0 or self.progress.share is not None:
             return self.progress.step
         return self.report_interval[0]
@@ -90,8 +106,11 @@ class CheckpointNumbers:
 
     def begin_steps(self) -> None:
         """Note that `steps` was called."""
-        self.has_begun = True
-        self.progress.note_own(None)
+        self.has_begun, self.own_progress = True, None
+
+    def note_own_progress(self, own: OwnProgress) -> None:
+        """Take in how far a loop of the user's own is."""
+        self.own_progress = own
 
     def enter_call(self, loop: int) -> None:
         """Leave the user's own loop for a call of `steps`; a later one begins its count again."""

@@ -28,11 +28,11 @@ from prefect_torch_ddp.rank.training.agreement import (
     end_of,
     outside_after,
 )
+from prefect_torch_ddp.rank.training.calls.plans import Plan, plan_for
+from prefect_torch_ddp.rank.training.calls.same_data import refuse_different, refuse_other_order
 from prefect_torch_ddp.rank.training.loop_progress import Requests
-from prefect_torch_ddp.rank.training.plans import Plan, plan_for
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
-from prefect_torch_ddp.rank.training.same_data import refuse_different, refuse_other_order
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.tracker import Tracker
 

@@ -4,18 +4,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.keys import shard_name
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState, num_owners
 from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.training import tracked
-from prefect_torch_ddp.rank.training.passes import Passes
+from prefect_torch_ddp.rank.training.calls.passes import Passes
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.saver import Saver
@@ -153,11 +152,10 @@ class Tracker:
 
     def _take_place(self, restorer: Restorer, name: str, passes: Passes) -> None:
         item = OwnState(passes, self._info.rank, self._info.world_size)
-        manifest = restorer.manifest
-        is_there = manifest is not None and manifest.find(shard_name(name, 0)) is not None
-        if manifest is not None and is_there and manifest.world_size != self._info.world_size:
-            passes.saved_by = manifest.world_size
-        elif is_there and not self._replay.has_arrived:  # else it is of a later call
+        owners = 0 if restorer.manifest is None else num_owners(restorer.manifest, name)
+        if owners not in (0, self._info.world_size):
+            passes.saved_by = owners
+        elif owners and not self._replay.has_arrived:  # else it is of a later call
             self._restores.add(name)
             with self._heartbeat.during(Phase.RESTORING):
                 restorer.restore(name, item)

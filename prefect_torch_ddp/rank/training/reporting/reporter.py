@@ -177,7 +177,7 @@ class Reporter:
         """
         if self._now:
             self.end_step()
-        if not self._closed and self._info.rank == 0 and self._progress.done[0] > 0:
+        if not self._closed and self._info.rank == 0 and self._numbers.done[0] > 0:
             self._send_progress()  # else what people see would end up to a second too early
         if self._timing is not None and not self._closed:
             self._timing.write(knows_step=False)
@@ -210,8 +210,8 @@ class Reporter:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         progress = self._progress
         total_steps, total_epochs = _known(progress.total_steps), _known(progress.total_epochs)
-        if progress.own is not None:
-            total_steps, total_epochs = progress.own.total, None
+        if (own := self._numbers.own_progress) is not None:
+            total_steps, total_epochs = own.total, None
         at = (self._numbers.record_step, self._epoch(), total_steps, self._trouble())
         of_all = (total_epochs, self._measurements.num_samples, progress.is_one_epoch)
         self._link.send(Progress(*at, *of_all))
@@ -223,12 +223,12 @@ class Reporter:
         return StepLine(progress.step, progress.epoch, progress.position.loop, *batch, **self._who)
 
     def _epoch(self) -> int:
-        own = self._progress.own
+        own = self._numbers.own_progress
         return self._progress.epoch if own is None else own.epoch
 
     def _num_samples(self) -> int:
         """Return how many samples of the step under way are this rank's; 0 outside of one."""
-        share, own = self._progress.share, self._progress.own
+        share, own = self._progress.share, self._numbers.own_progress
         if own is not None or (share is not None and not share.has_data):
             return UNKNOWN_SAMPLES
         return 0 if share is None else share.num_local - share.num_skipped

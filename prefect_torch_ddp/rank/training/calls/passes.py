@@ -103,9 +103,9 @@ class Passes:
             batch = next(self._now, _END)
         if batch is _END:
             msg = (
-                f"the {self.kind} that ctx.steps goes over has no batch in a new pass: it is empty, "
-                "or an iterator, which can't begin again. Give ctx.steps what can, such as a "
-                "DataLoader or a list, or a smaller total"
+                f"the {self.kind} that ctx.steps goes over has no batch in a new pass: it is "
+                "empty, or an iterator, which can't begin again. Give ctx.steps what can, such as "
+                "a DataLoader or a list, or a smaller total"
             )
             raise InvalidParamsError(msg)
         return batch

@@ -6,7 +6,7 @@ from typing import Any
 from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.training.agreement import Agreement
-from prefect_torch_ddp.rank.training.plans import OverLoader, Plan
+from prefect_torch_ddp.rank.training.calls.plans import OverLoader, Plan
 
 
 def describe_loop(plan: Plan) -> dict[str, Any]:

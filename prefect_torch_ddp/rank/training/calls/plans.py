@@ -14,8 +14,8 @@ from prefect_torch_ddp.data.sampler import (
 )
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.training.calls.passes import Passes
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
-from prefect_torch_ddp.rank.training.passes import Passes
 
 
 class Plan(Protocol):
