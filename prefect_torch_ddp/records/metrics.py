@@ -205,12 +205,15 @@ def epoch_rows(records: Records) -> tuple[EpochRow, ...]:
     return tuple(rows)
 
 
-def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
+def records_frame(
+    storage: Storage, run_id: str, *, all_attempts: bool = False, by_step: bool = False
+) -> "pd.DataFrame":
     """Return the records as a pandas DataFrame: a row a record, a column a metric.
 
     A metric that is named like a column of every record, such as `time`, is in `metric.time`.
 
-    With `all_attempts` also those that a newer attempt superseded.
+    With `all_attempts` also those that a newer attempt superseded. With `by_step` a row is what
+    all ranks of an attempt recorded at a step, see `by_steps`.
 
     Raises:
         InvalidParamsError: pandas isn't installed.
@@ -218,14 +221,59 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     pd = import_pandas("read_metrics")
     records = read_all_records(storage, run_id)
     records = records if all_attempts else surviving_records(records)
+    records = by_steps(records) if by_step else records
     columns = {name: records.rows[name] for name in ROW.names or ()}
     columns["num_samples"] = np.maximum(columns["num_samples"], 0)
+    columns["time"] = pd.to_datetime(columns["time"], unit="s", utc=True)
+    if by_step:
+        del columns["rank"]
     for name, (having, values) in records.metrics.items():
         column = f"metric.{name}" if name in (ROW.names or ()) else name
         columns[column] = np.full(len(records), np.nan)
         columns[column][having] = values
     order = ["attempt", "step", "rank"] if all_attempts else ["step", "rank", "attempt"]
+    order = [name for name in order if name in columns]
     return pd.DataFrame(columns).sort_values(order, kind="stable", ignore_index=True)
+
+
+def by_steps(records: Records) -> Records:
+    """Make one row of what the ranks of an attempt recorded at one step.
+
+    A metric is the mean over the ranks, as `means` weighs it; the samples are those of all ranks;
+    the time is the latest. The row's rank is 0.
+    """
+    span = int(records.rows["step"].max(initial=0)) + 1
+    keys = records.rows["attempt"].astype(np.int64) * span + records.rows["step"]
+    _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+    rows = records.rows[first].copy()
+    rows["rank"] = 0
+    rows["epoch"] = 0
+    np.maximum.at(rows["epoch"], index, records.rows["epoch"])
+    np.maximum.at(rows["time"], index, records.rows["time"])
+    rows["num_samples"] = _samples(records, index, len(rows))
+    metrics = {}
+    for name in records.metrics:
+        sums = records.sums(name, index, len(rows))
+        having = np.flatnonzero(sums[3])
+        metrics[name] = having, means(name, sums[:, having])
+    return Records(rows, metrics)
+
+
+def _samples(records: Records, index: Ints, num_rows: int) -> Ints:
+    """Add up over the ranks how many samples each trained on in a step.
+
+    A rank may have several records of a step, each of which has all of its samples.
+    """
+    if not num_rows:
+        return np.zeros(0, np.int64)
+    num_ranks = int(records.rows["rank"].max()) + 1
+    keys = index * num_ranks + records.rows["rank"]
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    known = np.maximum(records.rows["num_samples"], 0)
+    most = np.maximum.reduceat(known[order], starts)
+    total: Ints = np.bincount(keys[order][starts] // num_ranks, most, num_rows).astype(np.int64)
+    return total
 
 
 def import_pandas(asked_by: str) -> Any:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -25,26 +25,37 @@ RESULTS = "results"
 
 
 def read_metrics(
-    storage: Storage | str | Path, run_id: str, *, all_attempts: bool = False
+    storage: Storage | str | Path,
+    run_id: str,
+    *,
+    by: Literal["record", "step"] = "record",
+    all_attempts: bool = False,
 ) -> "pd.DataFrame":
-    """Return a run's metrics as a pandas DataFrame: a row per record, a column per metric.
+    """Return a run's metrics as a pandas DataFrame: a row per record or step, a column per metric.
 
-    The columns before the metrics are step, epoch (from 1), rank, attempt, time (Unix seconds)
-    and num_samples. While the run trains, its newest records are there after 1 to 30 seconds, in a
-    long run after a 64th of its age.
+    The columns before the metrics are step, epoch (from 1), rank, attempt, time (a timestamp in
+    UTC) and num_samples. While the run trains, its newest records are there after 1 to 30 seconds,
+    in a long run after a 64th of its age.
 
     Args:
         storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of
             credentials, a Prefect block such as `s3-bucket/name`, or a Storage.
         run_id: the name of its folder below `runs`.
+        by: `record`: a row is what one rank recorded; `step`: what all ranks recorded at a step,
+            without the column rank. There a metric is the mean over the ranks, weighted by their
+            samples, and in validation metrics equally; num_samples are those of all ranks, and
+            time is the latest.
         all_attempts: also the records of steps that a later attempt did again, or took back.
 
     Raises:
-        InvalidParamsError: there is no such run, or pandas isn't installed.
+        InvalidParamsError: there is no such run, `by` is neither, or pandas isn't installed.
         StorageError: the storage can't be read.
     """
+    if by not in ("record", "step"):
+        msg = f"read_metrics has by={by!r}; give 'record' or 'step'"
+        raise InvalidParamsError(msg)
     where = _storage_of(storage)
-    frame = records_frame(where, run_id, all_attempts=all_attempts)
+    frame = records_frame(where, run_id, all_attempts=all_attempts, by_step=by == "step")
     if frame.empty:
         _refuse_unknown(where, run_id)
     return frame

@@ -75,7 +75,7 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     assert (frame["twice_step_plus_rank"] == 2 * frame["step"] + frame["rank"]).all()
     assert list(frame.columns)[:6] == ["step", "epoch", "rank", "attempt", "time", "num_samples"]
     assert frame.groupby("epoch")["num_samples"].sum().tolist() == [2 * NUM_STEPS, 2 * NUM_STEPS]
-    duration_s = frame["time"].max() - frame["time"].min()
+    duration_s = (frame["time"].max() - frame["time"].min()).total_seconds()
     num_checkpoints = 3
     keys = [found.key for found in storage.list("runs/run/metrics/")]
     num_parts = sum(key.endswith(".jsonl") for key in keys)

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 
+import pandas as pd
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError, read_goodput, read_ledger, read_metrics
@@ -192,6 +193,52 @@ def test_a_metric_named_like_a_column_has_one_of_its_own():
     frame = records_frame(Shelf({part(0): HEAD + line(1, loss=1.0, time=0.25)}), RUN)
     assert frame["metric.time"].tolist() == [0.25]
     assert list(frame.columns)[-2:] == ["loss", "metric.time"]
+
+
+def test_times_are_timestamps():
+    """In UTC, to be plotted and subtracted."""
+    times = records_frame(Shelf({part(0): HEAD + line(90)}), RUN)["time"]
+    assert times.tolist() == [pd.Timestamp("1970-01-01 00:01:30", tz="UTC")]
+
+
+def test_by_step_there_is_one_row_for_all_ranks():
+    """Its metrics are means over the ranks by their samples, in validation equally; a metric that
+    no rank reported there is missing, and one that is nan on a rank is nan."""
+    first = [
+        line(1, loss=1.0, num_samples=3),
+        line(2, loss=2.0, num_samples=3, val_loss=1.0),
+        line(3, loss="nan", num_samples=3),
+    ]
+    second = [
+        line(1, 1, loss=5.0, num_samples=1),
+        line(2, 1, loss=6.0, num_samples=1, val_loss=3.0),
+        line(2, 1, num_samples=1, late=7.0),
+        line(3, 1, loss=1.0, num_samples=1),
+    ]
+    shelf = Shelf({part(0): HEAD + b"".join(first), part(1): HEAD + b"".join(second)})
+    frame = read_metrics(shelf, RUN, by="step")
+    names = ["step", "epoch", "attempt", "time", "num_samples", "loss", "val_loss", "late"]
+    assert list(frame.columns) == names
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["num_samples"].tolist() == [4, 4, 4]
+    assert frame["loss"].tolist()[:2] == [2.0, 3.0]
+    assert math.isnan(frame["loss"][2])
+    assert frame["val_loss"].isna().tolist() == [True, False, True]
+    assert (frame["val_loss"][1], frame["late"][1]) == (2.0, 7.0)
+    assert records_frame(Shelf(), RUN, by_step=True).empty
+    with pytest.raises(InvalidParamsError, match="by='rank'; give 'record' or 'step'"):
+        read_metrics(shelf, RUN, by="rank")
+
+
+def test_by_step_attempts_are_rows_of_their_own():
+    """With all attempts a step that was done again has two rows, and else the newer one."""
+    again = part(0).replace("000001-", "000002-")
+    lines = [line(1, loss=1.0), line(2, loss=2.0)]
+    shelf = Shelf({part(0): HEAD + b"".join(lines), again: HEAD + line(2, attempt=2, loss=3.0)})
+    every = read_metrics(shelf, RUN, by="step", all_attempts=True)
+    found = every[["attempt", "step", "loss"]].to_numpy().tolist()
+    assert found == [[1, 1, 1], [1, 2, 2], [2, 2, 3]]
+    assert read_metrics(shelf, RUN, by="step")["loss"].tolist() == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("read", [read_metrics, read_ledger, read_goodput])
