@@ -11,9 +11,14 @@ from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 
 def _rebuild(
-    cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None
+    cls: type["PrefectTorchDdpError"],
+    args: tuple[Any, ...],
+    cause: bytes | None,
+    notes: Sequence[str] = (),
 ) -> "PrefectTorchDdpError":
     error = cls(*args)
+    for note in notes:
+        error.add_note(note)
     error.__cause__ = None if cause is None else _unpickle(cause)
     return error
 
@@ -27,7 +32,7 @@ def _unpickle(cause: bytes) -> BaseException | None:
 
 
 class PrefectTorchDdpError(Exception):
-    """Base of the package's errors. Survives pickling with its fields and its `__cause__`."""
+    """Base of the package's errors. Survives pickling with fields, notes and `__cause__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:  # pickle drops it; one that can't be pickled is left out
@@ -35,7 +40,7 @@ class PrefectTorchDdpError(Exception):
             pickle.loads(cause or b"")
         except Exception:  # noqa: BLE001 - a user's class may refuse in any way
             cause = None
-        return _rebuild, (type(self), self.args, cause)
+        return _rebuild, (type(self), self.args, cause, tuple(getattr(self, "__notes__", ())))
 
 
 class InvalidParamsError(PrefectTorchDdpError, ValueError):

@@ -115,6 +115,9 @@ def _run(run: Run) -> TrainReport:
         else:
             report = result_of(publish.submit(*found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
+    for what, place in (("run in Prefect", url), ("report", report.report_uri)):
+        if place is not None:
+            get_run_logger().info("the %s: %s", what, place)
     return report.model_copy(update={"flow_run_url": url})
 
 
@@ -126,7 +129,9 @@ def _served(params: TrainParams) -> Iterator[None]:
     # Without a configured server each Dask worker would start one of its own.
     api_url = str(get_client(sync_client=True).api_url).rstrip("/")
     is_configured = (PREFECT_API_URL.value() or "").rstrip("/") == api_url
-    settings = nullcontext() if is_configured else temporary_settings({PREFECT_API_URL: api_url})
+    # An embedded server has no UI, which Prefect would make links to.
+    embedded = {PREFECT_API_URL: api_url, PREFECT_UI_URL: ""}
+    settings = nullcontext() if is_configured else temporary_settings(embedded)
     with closed_if_killed(UUID(flow_run.id), grace_s), settings:
         yield
 

@@ -266,6 +266,8 @@ class TrainReport(Result):
     """The one that was evaluated."""
     ledger: LedgerReport | None = None
     """Which samples were trained on, with `ledger=True`."""
+    report_uri: str | None = None
+    """Where the report is, an HTML file; None if it couldn't be written."""
 
     @property
     def model_uri(self) -> str | None:

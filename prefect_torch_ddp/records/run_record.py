@@ -198,6 +198,18 @@ def list_records(storage: Storage, experiment: str | None = None) -> list[RunRec
     return sorted(kept, key=lambda record: record.began, reverse=True)
 
 
+def newest_runs(storage: Storage, experiment: str, most: int) -> list[RunRecord]:
+    """Return an experiment's newest runs, newest first.
+
+    Raises:
+        NewerFormatError: one is of a newer format.
+        StorageError: the storage can't be read.
+    """
+    stored = sorted(_stored(storage, experiment), key=lambda each: each.key, reverse=True)
+    found = read_records(storage, stored[:most])
+    return [each for each in found if each.experiment == experiment]
+
+
 def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
     """Return the run to compare a run with: its experiment's newest completed one before it.
 

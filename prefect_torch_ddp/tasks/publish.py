@@ -1,5 +1,7 @@
 """The task that publishes what a run found: its page, as an artifact, and its report."""
 
+from dataclasses import replace
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -17,8 +19,9 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
-from prefect_torch_ddp.tasks.report.page.sections import render_page
+from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, put_page, put_runs, ui_url
+from prefect_torch_ddp.tasks.report.page.links import Links
+from prefect_torch_ddp.tasks.report.report_file import ReportFile
 from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
@@ -58,14 +61,18 @@ def publish(
     if record is None:
         about = {"workload": params.workload, "dataset": dataset}
         record = draft_record(params, training.run_id, experiment, storage, **about)
-    view = finished_view(stored, record, report)
+    view = replace(finished_view(stored, record, report), links=Links(ui_url()))
+    logger, file = get_run_logger(), ReportFile(storage, view).start()
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
-        page, title = render_page(view), f"Run {training.run_id}, finished"
-        writer.put("markdown", key("report", experiment), page, title)
+        put_page(writer, view)
+        put_runs(writer, view)
     words = "published the report of %s from %d records"
-    get_run_logger().info(words, training.run_id, stored.num_records)
-    return report
+    logger.info(words, training.run_id, stored.num_records)
+    if trouble := file.join():
+        logger.warning("the report could not be written to %s: %s", file.uri, trouble)
+        return report
+    return report.model_copy(update={"report_uri": file.uri})
 
 
 def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:

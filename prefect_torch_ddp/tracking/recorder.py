@@ -67,7 +67,7 @@ class RunRecorder:
         self._newest: Progress | None = None
         self._is_superseded = self._has_looked_up = False
         self._said_epoch = 0, 0
-        self._is_last = False
+        self.is_last = False
         """Whether the training has ended, and is not tried again."""
         self._has_news = True
         self._lock = threading.RLock()
@@ -116,18 +116,25 @@ class RunRecorder:
             num_epochs=self.record.num_epochs or (newest and newest.epoch),
         )
         self._has_news = True
-        self._is_last = error is None or (_is_last(error) and not self._is_superseded)
+        self.is_last = error is None or (_is_last(error) and not self._is_superseded)
 
-    def flush(self) -> None:
-        """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds."""
+    def flush(self, report: str = "") -> None:
+        """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds.
+
+        Args:
+            report: where the run's report is, if it was written.
+        """
         newest = self._newest
         is_whole = self.record.state == "completed" and newest and newest.step == newest.total_steps
         if newest and is_whole and self._own:
             self._say_epoch((self._own[-1].attempt, newest.epoch))
-        if self._is_last:
+        if self.is_last:
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
-            record = self.record
-            self._emit("training.finished", step=step, state=record.state, cause=record.cause)
+            record, more = self.record, {"report": report} if report else {}
+            if record.state != "completed" and record.checkpoint is not None:
+                more["resume_from"] = record.run_id
+            about = {"state": record.state, "cause": record.cause, **more}
+            self._emit("training.finished", step=step, **about)
         self._events.flush()
 
     def write(self) -> None:
@@ -154,6 +161,31 @@ class RunRecorder:
         self._update(metrics=dict(metrics))
         if self._own and epoch[0] == self._own[-1].attempt:  # not of an earlier task run
             self._say_epoch(epoch)
+
+    def settle(self, attempt: int, step: int, epoch: int) -> tuple[int, int] | None:
+        """Take in where the training was at its end, by what the ranks recorded.
+
+        What rank 0 said last may be a second older, or never have come.
+
+        Args:
+            attempt: the newest one that recorded anything.
+            step: the last that it recorded.
+            epoch: of that step.
+
+        Returns:
+            The last step that is known, and its epoch; None if no attempt of this task run made
+            one.
+        """
+        if not self._own or self._own[-1].attempt != attempt or not step:
+            return None
+        last, newest = self._own[-1], self._newest
+        said = (newest.step, newest.epoch) if newest else (0, 0)
+        known = max((step, epoch), said)
+        if not last.cause or last.step in (None, said[0]):
+            self._own[-1] = last.model_copy(update={"step": known[0]})
+        num_steps = max(known[0], self.record.num_steps or 0)
+        self._update(num_steps=num_steps, num_epochs=max(known[1], self.record.num_epochs or 0))
+        return known
 
     def measure(self, lines: Sequence[TimingLine], goodput: Goodput | None) -> None:
         """Add what the ranks wrote down of themselves: where their time went, and on what."""

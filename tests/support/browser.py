@@ -52,11 +52,12 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def open(self, url: str, scheme: Scheme) -> None:
+    def open(self, url: str, scheme: Scheme, width: int = WIDTH) -> None:
         """Load a URL as somebody does whose system is light or dark."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-        size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1}
+        size["mobile"] = width < HEIGHT // 2
         self.call("Emulation.setDeviceMetricsOverride", **size)
         # The older UI asks its own memory instead.
         self.call("Page.enable")
@@ -67,9 +68,9 @@ class Page:
     def wait_for(self, condition: str) -> None:
         wait_until(lambda: bool(self.evaluate(condition)), timeout_s=LOAD_S, what=condition)
 
-    def screenshot(self, path: Path) -> None:
-        """Keep what is seen as a PNG file."""
-        shot = self.call("Page.captureScreenshot", format="png")
+    def screenshot(self, path: Path, *, is_whole: bool = False) -> None:
+        """Keep what is seen, or the whole page, as a PNG file."""
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -4,6 +4,7 @@ import math
 import re
 from datetime import UTC, datetime, timedelta
 
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import ClassScore, Report, TrainReport
 from prefect_torch_ddp.tasks.report.curves import Curves
@@ -67,6 +68,31 @@ def page_of(training=None, record=RECORD, **more) -> str:
     """Render a page: of the training, or of the finished run whose report is given."""
     status = "finished" if "report" in more else "training"
     return render_page(RunView(record, training or TrainingProgress(4, status=status), **more))
+
+
+def hostile_view(evil: str, **changes) -> RunView:
+    """Make the page of a failed run where all that users and ranks write is hostile."""
+    record = RECORD.model_copy(
+        update={
+            **dict.fromkeys(["run_id", "experiment", "workload", "cause", "commit"], evil),
+            "flow_run_id": evil,
+            "options": {evil: evil},
+            "versions": {evil: evil},
+            "model_uris": {evil: f"s3://bucket/{evil}"},
+            "attempts": (RECORD.attempts[0].model_copy(update={"cause": evil, "hosts": (evil,)}),),
+        }
+    )
+    shown = TrainingProgress(
+        status="failed",
+        cause=f"```\n{evil}\n</code></pre><script>alert(1)</script>\n~~~\n" * 3,
+        newest=Progress(9, 1, 10, trouble=evil),
+        metrics={evil: 1.0},
+    )
+    curves = Curves({evil: [(1, 1.0), (5, 3.0), (9, 2.0)]}, holes={evil: 1}, last={evil: 2.0})
+    old = record.model_copy(update={"metrics": {evil: 1.0}, "state": "completed"})
+    view = {"record": record, "training": shown, "curves": curves}
+    view |= {"logs": f"s3://bucket/{evil}", "previous": old, "earlier": [old]}
+    return RunView(**(view | changes))
 
 
 def metric_curves(**values) -> Curves:

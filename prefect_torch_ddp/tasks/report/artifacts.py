@@ -13,6 +13,12 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
     ArtifactFilterTaskRunId,
 )
+from prefect.settings import PREFECT_UI_URL
+
+from prefect_torch_ddp.tasks.report.markdown import text
+from prefect_torch_ddp.tasks.report.page.headline import RunView, about
+from prefect_torch_ddp.tasks.report.page.runs import render_runs
+from prefect_torch_ddp.tasks.report.page.sections import render_page
 
 MAX_KEY_NAME = 80
 ArtifactType = Literal["markdown", "progress"]
@@ -26,6 +32,23 @@ def key(kind: str, experiment: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-")[:MAX_KEY_NAME]
     digest = hashlib.sha256(experiment.encode(errors="replace")).hexdigest()[:6]
     return "-".join([kind, *filter(None, [plain, "" if plain == experiment else digest])])
+
+
+def put_page(writer: "ArtifactWriter", view: RunView) -> None:
+    """Show a run's page."""
+    page = render_page(view)
+    writer.put("markdown", key("report", view.record.experiment), page, about(view))
+
+
+def put_runs(writer: "ArtifactWriter", view: RunView) -> None:
+    """Show the last runs of a run's experiment."""
+    runs, experiment = render_runs([view.record, *view.earlier], view.links), view.record.experiment
+    writer.put("markdown", key("runs", experiment), runs, f"The last runs of {text(experiment)}")
+
+
+def ui_url() -> str:
+    """Return the address of Prefect's UI as browsers open it; empty if there is none."""
+    return PREFECT_UI_URL.value() or ""
 
 
 class ArtifactWriter:

@@ -53,6 +53,11 @@ class _Attempt:
             newest = int(last["step"]), int(last["epoch"]), float(last["time"])
             self.newest[rank] = max(newest, self.newest.get(rank, newest))
 
+    def position(self) -> tuple[int, int]:
+        """Return the last step that a rank recorded, and its epoch."""
+        step, epoch, _ = max(self.newest.values(), default=(0, 0, 0.0))
+        return step, epoch
+
     def num_read_epochs(self) -> int:
         """Return the newest epoch of which all records are here; 0 if there is none.
 
@@ -98,6 +103,8 @@ class Curves:
     last: Mapping[str, float] = field(default_factory=dict)
     """By metric that was reported: the mean over the ranks at its last step. This is the value of
     a metric wherever one is shown, and in the run record."""
+    position: tuple[int, int, int] = (0, 0, 0)
+    """The newest attempt, the last step that a rank of it recorded, and that one's epoch."""
     read_epoch: tuple[int, int] = (0, 0)
     """The newest attempt, and its newest epoch of which all records are here; 0 without any."""
 
@@ -169,7 +176,8 @@ class MetricCurves:
         last_values = {name: values[name][-1][1] for name in reported} | self._last(superseded)
         newest = max(attempts, default=0)
         read_epoch = newest, attempts[newest].num_read_epochs() if attempts else 0
-        return Curves(values, epoch_ends, resumes, num_holes, last_values, read_epoch)
+        position = newest, *(attempts[newest].position() if attempts else (0, 0))
+        return Curves(values, epoch_ends, resumes, num_holes, last_values, position, read_epoch)
 
     def _last(self, superseded: Mapping[int, float]) -> dict[str, float]:
         """Return the last value of each metric, without what a newer attempt took back."""

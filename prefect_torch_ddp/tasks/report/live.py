@@ -27,13 +27,20 @@ from prefect_torch_ddp.protocol.events import (
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.artifacts import (
+    ArtifactWriter,
+    key,
+    put_page,
+    put_runs,
+    ui_url,
+)
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.headline import RunView, resume_line
+from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.plot import render_curves
-from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
+from prefect_torch_ddp.tasks.report.report_file import ReportFile
 from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
@@ -87,6 +94,9 @@ class LiveReport:
         self._logger: logging.Logger | logging.LoggerAdapter[Any] = logging.getLogger(__name__)
         with suppress(MissingContextError):
             self._logger = get_run_logger()
+        self._links = Links(ui_url())
+        self._kept = ""
+        """Where the report is, once it has been written."""
         self._warned: set[str] = set()
         self._writer: ArtifactWriter | None = None
         # Prefect's settings, the API's address with them, live in a context variable that a new
@@ -120,7 +130,7 @@ class LiveReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        # The end is shown at once, if the API answers.
+        # The end is shown at once, if the API and the storage answer.
         deadline_s = time.monotonic() + FINISH_TIMEOUT_S
         self._recorder.end(error)
         with self._lock:
@@ -133,7 +143,29 @@ class LiveReport:
             self._is_over = True
         self._wake.set()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        self._recorder.flush()
+        lines = self._last_lines() if self._is_end else []
+        self._recorder.flush(report=self._kept if self._is_end else "")
+        if error is not None and self._recorder.record.state == "failed":
+            for line in lines:
+                error.add_note(line)  # below the traceback, which is what the log ends with
+        else:
+            for line in lines:
+                self._logger.info("%s", line)
+
+    @property
+    def _is_end(self) -> bool:
+        """Whether the training has ended, isn't tried again, and no other task follows it."""
+        is_followed = self._is_published and self._recorder.record.state == "completed"
+        return self._is_over and self._recorder.is_last and not is_followed
+
+    def _last_lines(self) -> list[str]:
+        """Say how to continue, and where what is shown is; the report comes last."""
+        record = self._recorder.record
+        is_open = record.state != "completed" and record.checkpoint is not None
+        url = self._links.in_ui(record)
+        lines = [f"to continue: {resume_line(record)}"] if is_open else []
+        lines += [f"the run in Prefect: {url}"] if url else []
+        return lines + ([f"the report: {self._kept}"] if self._kept else [])
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
@@ -145,9 +177,13 @@ class LiveReport:
                 self._try("write the run's record", self._recorder.write)
                 self._read(is_last=last)
                 if last:
+                    self._settle()
                     self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
                     self._try("write the run's record", self._recorder.write)
-                self._try("be written", self._write, stack)
+                if not self._is_superseded:
+                    file = ReportFile(self._storage, self._view()).start() if last else None
+                    self._try("be written", self._write, stack)
+                    self._keep(file)
                 if not last:
                     self._wake.wait(self._interval_s)
                     self._wake.clear()
@@ -184,27 +220,49 @@ class LiveReport:
             self._writer = ArtifactWriter(client, *self._run_ids, per_task=per_task)
         with self._lock:
             # The end is written whatever came before: it has been read anew.
-            if self._is_superseded or not (self._has_news or self._is_over):
+            if not (self._has_news or self._is_over):
                 return
             self._has_news = False
-            training = copy.deepcopy(self._training)
-        line = "; ".join(part for part in (training.line, training.trouble) if part)
+        view = self._view()
+        line = "; ".join(part for part in (view.training.line, view.training.trouble) if part)
+        try:
+            progress = view.training.percent, text(line)
+            self._writer.put("progress", key("progress", view.record.experiment), *progress)
+            put_page(self._writer, view)
+            if self._is_end:
+                put_runs(self._writer, view)
+        except Exception:
+            self._has_news = True
+            raise
+
+    def _view(self) -> RunView:
         record = self._recorder.record
-        view = RunView(
+        with self._lock:
+            training = copy.deepcopy(self._training)
+        return RunView(
             record,
             training,
             elapsed_s=time.monotonic() - self._started_s,
             updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            is_tried_again=self._is_over and not self._recorder.is_last,
             logs=LogFolder(self._storage, record.run_id).uri,
+            links=self._links,
             **self._shown,
         )
-        experiment, about = record.experiment, f"Run {record.run_id}, {training.status}"
-        try:
-            self._writer.put("progress", key("progress", experiment), training.percent, text(line))
-            self._writer.put("markdown", key("report", experiment), render_page(view), about)
-        except Exception:
-            self._has_news = True
-            raise
+
+    def _settle(self) -> None:
+        """Have the end shown by what is on record, not by what rank 0 said last."""
+        position = self._recorder.settle(*self._readings.curves.position)
+        if position is not None:
+            with self._lock:
+                self._training.settle(*position)
+
+    def _keep(self, file: ReportFile | None) -> None:
+        if file is not None:
+            if trouble := file.join():
+                self._logger.warning("the report could not be written to %s: %s", file.uri, trouble)
+            else:
+                self._kept = file.uri
 
     def _try(self, what: str, work: Callable[..., None], *args: Any) -> None:
         try:

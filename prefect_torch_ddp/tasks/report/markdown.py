@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 MAX_NAME = 60
 JOINER = "\u2060"
+_COLOURS = "svg{color:#59636e}@media(prefers-color-scheme:dark){svg{color:#9198a1}}"
 
 
 def text(value: object) -> str:
@@ -111,11 +112,15 @@ def duration(seconds: float) -> str:
 
 
 def svg_image(caption: str, width: float, height: float, drawn: Iterable[str]) -> str:
-    """Return a markdown image of SVG elements, black on white: it reads alike on any page."""
+    """Return a markdown image of SVG elements, without a background: it suits any page.
+
+    Words have the colour of a light or a dark page. Each can be read on the other too, since a
+    page may have another scheme than the system whose scheme a picture is told.
+    """
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
-        f' viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12">'
-        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>{"".join(drawn)}</svg>'
+        f' viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12"'
+        f' fill="currentColor"><style>{_COLOURS}</style>{"".join(drawn)}</svg>'
     )
     return f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 

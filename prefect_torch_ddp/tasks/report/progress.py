@@ -1,7 +1,7 @@
 """How far a training is: state, position, speed and time left."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
@@ -53,6 +53,14 @@ class TrainingProgress:
         # Two make a speed.
         while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004
             self._seen.popleft()
+
+    def settle(self, step: int, epoch: int) -> None:
+        """Take in where the training was at its end, by what is on record.
+
+        The last event may be a second older, or never have come.
+        """
+        newest = self.newest or Progress(step, epoch, None)
+        self.newest = replace(newest, step=step, epoch=epoch)
 
     @property
     def steps_per_s(self) -> float | None:

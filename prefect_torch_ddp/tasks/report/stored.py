@@ -16,7 +16,7 @@ from prefect_torch_ddp.records.metrics import (
     surviving_records,
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
-from prefect_torch_ddp.records.run_record import RunRecord, previous_run
+from prefect_torch_ddp.records.run_record import RunRecord, newest_runs, previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import EpochRow, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
@@ -31,6 +31,8 @@ LOOK_INTERVAL_S = 20.0
 """Between two looks at checkpoints, claims and failures, each an object to read."""
 MAX_RECORDS = 500_000
 """That are read once more at the end, for the epochs: a second's work."""
+MAX_EARLIER = 100
+"""Runs of an experiment among which the best one is looked for."""
 READ_SHARE = 1 / 64
 """Records are read again after this share of the training's age: as often as ranks write them."""
 
@@ -67,6 +69,7 @@ def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> 
         curves=MetricCurves(stored.records).snapshot(),
         checkpoints=kept_checkpoints(*at),
         previous=previous_run(stored.storage, record),
+        earlier=earlier_runs(stored.storage, record),
         report=report,
         ranks=newest_lines(*at),
         goodput=goodput_so_far(*at),
@@ -103,7 +106,7 @@ class Readings:
         Args:
             record: of the run.
             is_last: the training has ended: all is read, and the ranks' times are those of all.
-            has_previous: the run to compare with is known.
+            has_previous: the runs to compare with are known.
             needs_epochs: the rows of the epochs are shown, at the end.
         """
         age_s = time.monotonic() - self._began_s
@@ -123,6 +126,7 @@ class Readings:
             due["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
         if not has_previous:
             due["previous"] = lambda: previous_run(self._storage, record)
+            due["earlier"] = lambda: earlier_runs(self._storage, record)
         return due
 
     def _read_curves(self, run_id: str) -> Curves:
@@ -132,6 +136,12 @@ class Readings:
             self._built.add(records)
             self.curves = self._built.snapshot()
         return self.curves
+
+
+def earlier_runs(storage: Storage, record: RunRecord) -> list[RunRecord]:
+    """Return the newest other runs of a run's experiment, newest first."""
+    newest = newest_runs(storage, record.experiment, MAX_EARLIER + 1)
+    return [each for each in newest if each.run_id != record.run_id][:MAX_EARLIER]
 
 
 def kept_checkpoints(storage: Storage, run_id: str) -> list[KeptCheckpoint]:

@@ -4,9 +4,12 @@ training's way."""
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow, task
@@ -15,13 +18,22 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.context import TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
+from prefect_torch_ddp.protocol.events import (
+    AttemptBegan,
+    CheckpointCommitted,
+    FailureRecord,
+    Progress,
+)
+from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.results import TrainReport
 from prefect_torch_ddp.storage.formats import LEDGER, METRICS
 from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.report import report_file
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
+from prefect_torch_ddp.tasks.report.page.links import runs_key
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tracking.description import draft_record
@@ -54,9 +66,11 @@ def records() -> dict[str, bytes]:
     return parts
 
 
-def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) -> LiveReport:
+def live_report(
+    run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3, storage: Any = None
+) -> LiveReport:
     """Make a live report with a short interval, of a run whose ranks wrote records."""
-    storage: Any = Shelf(records())
+    storage = storage or Shelf(records())
     draft = draft_record(None, run_id, EXPERIMENT, storage, workload=DIGITS)
     shown, recorder = TrainingProgress(2, attempt), RunRecorder(storage, draft)
     return LiveReport(storage, shown, recorder, is_published=True, interval_s=interval_s)
@@ -90,7 +104,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
 
     def train(run: Any) -> str:
         def shows(words: str) -> bool:
-            return words in report_of(run.flow_run_id).partition("\n")[0]
+            return words in report_of(run.flow_run_id).partition("\n## ")[0].partition("![")[0]
 
         if run.run_count == 1:
             with live_report() as live:
@@ -174,6 +188,91 @@ def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_ba
     assert len(warnings()) == 1
 
 
+@dataclass(frozen=True)
+class NoReports(Shelf):
+    """A storage that doesn't take reports: it refuses them, or never answers."""
+
+    hangs_until: threading.Event | None = None
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        if key.endswith(".html") and self.hangs_until is not None:
+            self.hangs_until.wait()
+        if key.endswith(".html"):
+            msg = "no HTML here"
+            raise StorageError(msg)
+        super().write(key, data)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_report_that_cannot_be_written_costs_one_warning(prefect_api, caplog, hangs, monkeypatch):
+    """Neither the training's value nor its error: both are as without a report. A storage that
+    hangs is waited for no longer than a limit."""
+    monkeypatch.setattr(report_file, "TIMEOUT_S", 0.2)
+    released = threading.Event()
+    shelf: Any = NoReports(records(), hangs_until=released if hangs else None)
+
+    def train(_run: Any) -> None:
+        with live_report(storage=shelf):
+            pass
+        with live_report(storage=shelf):
+            msg = "boom"
+            raise ValueError(msg)
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="boom") as caught:
+        run_in_a_task(train)
+    released.set()
+    said = [each.getMessage() for each in caplog.records if "report" in each.getMessage()]
+    why = "the storage hasn't taken it" if hangs else "StorageError: no HTML here"
+    assert len(said) == 2
+    assert all(f"report.html: {why}" in message for message in said), said
+    assert str(caught.value) == "boom"
+    assert not any("report:" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_a_failed_run_is_shown_by_its_records(prefect_api):
+    """Its last message said step 1, the failure was in step 40, and the records go that far: title,
+    line, record and file say one step and one loss. The error's last line is the report's place,
+    after the line that continues the run."""
+    shelf: Any = Shelf(records())
+    ref = report().checkpoint.model_copy(update={"step": 20})
+
+    def train(_run: Any) -> None:
+        with live_report(storage=shelf) as live:
+            live.receive(AttemptBegan(1, 2))
+            live.receive(step(1))
+            live.receive(CheckpointCommitted(ref.step, 2, 10))
+            live.receive(FailureRecord(1, 2, "rank 1 failed: ValueError: boom", None, 40))
+            msg = "boom"
+            raise ValueError(msg)
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        run_in_a_task(train)
+    flow_run_id = UUID(newest_record(shelf).flow_run_id)
+    page = report_of(flow_run_id)
+    assert page.startswith(f"# {DIGITS.rpartition('.')[2]}: failed in step 40\n\n")
+    line = page.splitlines()[2]
+    assert line.startswith("epoch 4 · step 40/40 · loss 0.525 · validation_accuracy 0.9")
+    assert "| loss | 0.525 |" in page
+    record = newest_record(shelf)
+    assert (record.num_steps, record.num_epochs, record.attempts[-1].step) == (40, 4, 40)
+    place = f"the report: {shelf.uri}/runs/{RUN}/report.html"
+    *_, resume, link, last = caught.value.__notes__
+    assert resume == f'to continue: resume_from="{RUN}"'
+    assert link.startswith("the run in Prefect: http")
+    assert last == place
+    file = shelf.read(f"runs/{RUN}/report.html").decode()
+    assert "failed in step 40" in file
+    assert f"resume_from=&quot;{RUN}&quot;" in file
+    runs = shelf.read(runs_key(record)).decode()
+    assert f'<a href="../../runs/{RUN}/report.html">' in runs
+
+
+def newest_record(shelf: Shelf) -> RunRecord:
+    """Return the only run on record."""
+    (found,) = list_records(shelf)
+    return found
+
+
 def section_of(page: str, title: str) -> list[str]:
     """Return the lines of a section."""
     return page.partition(f"\n## {title}\n\n")[2].partition("\n\n## ")[0].splitlines()
@@ -204,10 +303,18 @@ def test_publish_shows_the_whole_run_and_a_ledger_that_is_not_clean_is_an_error(
     assert published.epochs[0].metrics["loss"] == pytest.approx(mean)
     assert math.isnan(published.epochs[2].metrics["loss"])
     shown = artifacts_of(flow_run_id)
-    assert {name: artifact.type for name, artifact in shown.items()} == {PAGE: "markdown"}
+    assert {name: artifact.type for name, artifact in shown.items()} == {
+        PAGE: "markdown",
+        key("runs", EXPERIMENT): "markdown",
+    }
+    file = shelf.read(f"runs/{RUN}/report.html").decode()
+    assert published.report_uri == f"{shelf.uri}/runs/{RUN}/report.html"
+    for words in ("accuracy 87.50 %, loss 0.25, 8 samples", "<td", "data:image/svg+xml;base64,"):
+        assert words in file
+    assert shelf.secret_key not in file
     page = str(shown[PAGE].data)
     assert f"`{made.checkpoint.uri}`" in page
-    assert "| a\\|b | **3** | 1 | 0 |" in page
+    assert "| a\\|b | dog | 1 | 25.00 % |" in page
     assert "accuracy 87.50 %, loss 0.25, 8 samples" in page
     assert shelf.secret_key not in str(shown[PAGE])
     epochs = section_of(page, "Epochs")

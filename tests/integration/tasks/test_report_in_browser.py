@@ -141,7 +141,7 @@ def test_a_run_that_failed_for_good_shows_the_users_exception(
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
     """No link, no outside image, no script, in either UI; all of it is shown as it is."""
-    values = {HOSTILE: [(1, 1.0), (9, 2.0)], "loss": [(1, 1.0), (9, 0.5)]}
+    values = {HOSTILE: [(1, 1.0), (5, 3.0), (9, 2.0)], "loss": [(1, 1.0), (5, 0.7), (9, 0.5)]}
     shown = TrainingProgress(
         status="failed",
         cause=f"```\n{HOSTILE}",

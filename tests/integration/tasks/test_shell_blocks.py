@@ -126,13 +126,13 @@ def asked_for(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def check_nightly(client: SyncPrefectClient) -> None:
-    """The run has its two artifacts, and the schedule has made runs for the next nights."""
+    """The run has its three artifacts, and the schedule has made runs for the next nights."""
     nightly = client.read_deployment_by_name("train-ddp/nightly")
     runs = [run for run in client.read_flow_runs() if run.deployment_id == nightly.id]
     done = next(run for run in runs if run.state_name == "Completed")
     experiment = "train-ddp/nightly/prefect_torch_ddp.examples.digits"
     assert artifacts_of(done.id).keys() == {
-        key(kind, experiment) for kind in ("report", "progress")
+        key(kind, experiment) for kind in ("report", "progress", "runs")
     }
     (scheduled, *_) = (run for run in runs if run.auto_scheduled)
     assert scheduled.parameters.keys() == {"params"}

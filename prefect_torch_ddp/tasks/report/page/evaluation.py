@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from prefect_torch_ddp.results import Report
-from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, table, text
+from prefect_torch_ddp.tasks.report.markdown import count, percent, table, text
 from prefect_torch_ddp.tasks.report.page.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
@@ -13,13 +13,8 @@ from prefect_torch_ddp.tasks.report.page.pictures import (
 )
 
 MAX_CLASS_ROWS = 200
-MAX_TABLE_CLASSES = 15
-MAX_HEADER_CHARACTERS = 70
-MAX_TEXT_CLASSES = 30
-MAX_LABEL_CHARACTERS = 24
 MAX_CONFUSIONS = 10
 MAX_GONE = 10
-CORNER = "true ↓ predicted →"
 
 
 def class_table(evaluation: Report, previous: Report | None = None) -> str:
@@ -46,9 +41,7 @@ def class_table(evaluation: Report, previous: Report | None = None) -> str:
 def confusion_table(evaluation: Report) -> str:
     """Show the confusion matrix, true classes down and predicted ones across.
 
-    As a picture, as the pairs that are confused most, and where it fits as a table. Where the
-    names would make that wider than a page it is plain text, which pages scroll, with numbered
-    columns.
+    As a picture, with counts where there is room for them, and the pairs that are confused most.
     """
     matrix = evaluation.confusion_matrix
     if not matrix:
@@ -63,13 +56,7 @@ def confusion_table(evaluation: Report) -> str:
         picture += "\n\nA cell's colour is its share of the true class: blue is right, red wrong."
     if len(matrix) > MAX_NAMED_CLASSES:
         picture += f" The {len(matrix)} classes are numbered from 1."
-    fits = len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS
-    parts = [picture, *([_matrix_table(matrix, names)] if fits else [])]
-    parts.append(_most_confused(matrix, names))
-    if not fits and len(names) <= MAX_TEXT_CLASSES:
-        whole = _matrix_text(matrix, names)
-        parts.append(f"All of them; columns bear the numbers of the rows:\n\n{whole}")
-    return "\n\n".join(parts)
+    return f"{picture}\n\n{_most_confused(matrix, names)}"
 
 
 def worst_samples(evaluation: Report) -> str:
@@ -85,28 +72,6 @@ def _gone(evaluation: Report, before: Mapping[str, object]) -> str:
     if len(gone) > MAX_GONE:
         gone[MAX_GONE:] = [f"{len(gone) - MAX_GONE} more"]
     return f"No longer there: {', '.join(gone)}.\n\n" if gone else ""
-
-
-def _matrix_table(matrix: Matrix, names: Sequence[str]) -> str:
-    lines = []
-    for i, row in enumerate(matrix):
-        cells = [f"**{cell}**" if i == j else str(cell) for j, cell in enumerate(row)]
-        lines.append([text(names[i]), *cells])
-    return table([CORNER, *map(text, names)], lines)
-
-
-def _matrix_text(matrix: Matrix, names: Sequence[str]) -> str:
-    numbered = [CORNER, *(f"{i} {' '.join(name.split())}" for i, name in enumerate(names, 1))]
-    labels = [label[:MAX_LABEL_CHARACTERS] for label in numbered]
-    columns = [str(i) for i in range(1, len(names) + 1)]
-    cells = [columns, *([str(cell) if cell else "." for cell in row] for row in matrix)]
-    width = max(len(cell) for row in cells for cell in row) + 1
-    label_width = max(map(len, labels))
-    lines = [
-        label.ljust(label_width) + "".join(cell.rjust(width) for cell in row)
-        for label, row in zip(labels, cells, strict=True)
-    ]
-    return code_block("\n".join(lines), "text")
 
 
 def _most_confused(matrix: Matrix, names: Sequence[str]) -> str:

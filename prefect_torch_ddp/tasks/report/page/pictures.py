@@ -13,8 +13,8 @@ from prefect_torch_ddp.tasks.report.markdown import middle_cut, svg_image, svg_t
 Matrix = Sequence[Sequence[int]]
 
 GREY = 'fill="#8c959f"'
-RIGHT, WRONG = (8, 74, 150), (178, 30, 45)
-"""Of a cell that holds all of its true class."""
+RIGHT, WRONG = (31, 111, 235), (209, 73, 91)
+"""Of a cell that holds all of its true class; both can be seen on a light and on a dark page."""
 NUM_SHADES = 16
 MAX_CLASSES = 256
 MAX_NAMED_CLASSES = 60
@@ -99,19 +99,18 @@ def _shaded(matrix: Matrix) -> str:
         for j, count in enumerate(row)
     )
     image = Image.frombytes("P", (len(matrix), len(matrix)), pixels)
-    image.putpalette([part for colour in (RIGHT, WRONG) for part in _palette(colour)])
-    image.save(file := io.BytesIO(), "png", optimize=True)
+    image.putpalette([part for each in (RIGHT, WRONG) for part in each * (NUM_SHADES + 1)])
+    image.save(file := io.BytesIO(), "png", optimize=True, transparency=2 * _opacities())
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _shade(count: int, support: int) -> int:
-    # By the root, so that a hundredth of a class can be seen; none at all is white.
+    # By the root, so that a hundredth of a class can be seen; none at all is transparent.
     return 1 + round((NUM_SHADES - 1) * math.sqrt(count / support)) if count else 0
 
 
-def _palette(colour: tuple[int, int, int]) -> list[int]:
-    shares = [0.0, *((1 + shade) / NUM_SHADES for shade in range(NUM_SHADES))]
-    return [round(255 - share * (255 - part)) for share in shares for part in colour]
+def _opacities() -> bytes:
+    return bytes([0, *(round(255 * (1 + shade) / NUM_SHADES) for shade in range(NUM_SHADES))])
 
 
 def _counts(matrix: Matrix, cell: float, left: float, top: float) -> list[str]:
@@ -121,7 +120,7 @@ def _counts(matrix: Matrix, cell: float, left: float, top: float) -> list[str]:
             words = str(count) if count < 10_000 else f"{count / 1000:.0f}k"  # noqa: PLR2004
             size = min(13, cell / max(2, len(words)) / LETTER * 0.9)
             if count and size >= 7:  # noqa: PLR2004 - what is smaller can't be read
-                white = ' fill="#ffffff"' if count / sum(row) > 0.2 else ""  # noqa: PLR2004
+                white = ' fill="#ffffff"' if count / sum(row) > 0.35 else ""  # noqa: PLR2004
                 x, y = left + (j + 0.5) * cell, top + (i + 0.5) * cell + size * 0.35
                 drawn.append(svg_text(f"{x:g}", y, words, f'font-size="{size:g}"{white}'))
     return drawn

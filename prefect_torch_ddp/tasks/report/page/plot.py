@@ -16,6 +16,7 @@ from prefect_torch_ddp.tasks.report.markdown import middle_cut, svg_image, svg_t
 
 Panel = Mapping[str, Curve]
 
+MIN_POINTS = 3
 MAX_POINTS = 120
 """Of a curve; of 48 curves they are 80 kB of a page."""
 MAX_CURVES_PER_PANEL = 4
@@ -26,10 +27,11 @@ MIN_APART = 60
 MAX_EPOCH_MARKS = 12
 MAX_POINTS_WITH_DOTS = 40
 MAX_NAME = 26
-COLOURS = ("#1f6feb", "#d1495b", "#2a9d54", "#8a5cd1")
-PALE = "#d0d7de"
+COLOURS = ("#2f7cf0", "#d1495b", "#2a9d54", "#9a6ae0")
+"""Of the curves; they can be seen on a light page and on a dark one."""
+PALE = "#8c959f"
+PALENESS = 0.45
 RESUMED = "#bf8700"
-NUM_COLUMNS = 2
 WIDTH, HEIGHT = 440, 260
 """Of a panel, in pixels."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
@@ -44,10 +46,12 @@ FIXED_FROM, FIXED_TO = 1e-4, 1e6
 
 
 def render_curves(curves: Curves) -> str:
-    """Return the curves as a markdown image with an SVG data URI; an empty string without any.
+    """Return the curves as markdown images with SVG data URIs; an empty string without any.
 
-    Each quantity gets a panel, training and validation together. Thin lines mark the ends of
-    epochs, dashed ones where an attempt resumed. `left_out` says which curves there is no room for.
+    Each quantity gets a panel, training and validation together, unless none of them has
+    `MIN_POINTS` points that differ. Panels are images of their own, so that a phone shows one in a
+    row and a wide page several. Thin lines mark the ends of epochs, dashed ones where an attempt
+    resumed. `left_out` says which curves there is no room for.
     """
     panels, _ = _panels(curves)
     if not panels:
@@ -55,14 +59,12 @@ def render_curves(curves: Curves) -> str:
     steps = [step for panel in panels.values() for curve in panel.values() for step, _ in curve]
     axis = _Axis.over(steps, LEFT + GAP, WIDTH - RIGHT)
     marks = _marks(curves, axis)
-    drawn = []
-    for i, (title, panel) in enumerate(panels.items()):
+    images = []
+    for title, panel in panels.items():
         thin = {name: downsample(curve) for name, curve in panel.items()}
-        at = f"translate({i % NUM_COLUMNS * WIDTH},{i // NUM_COLUMNS * HEIGHT})"
-        drawn.append(f'<g transform="{at}">{_draw(title, thin, axis, marks)}</g>')
-    width = WIDTH * min(NUM_COLUMNS, len(panels))
-    height = HEIGHT * math.ceil(len(panels) / NUM_COLUMNS)
-    return svg_image("training curves", width, height, drawn)
+        drawn = _draw(title, thin, axis, marks)
+        images.append(svg_image("training curves", WIDTH, HEIGHT, [drawn]))
+    return "\n".join(images)
 
 
 def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
@@ -79,8 +81,8 @@ def left_out(curves: Curves) -> list[str]:
 
 
 def _panels(curves: Curves) -> tuple[Mapping[str, Panel], list[str]]:
-    panels: dict[str, dict[str, Curve]] = {}
-    left_out = []
+    """Return the curves by panel, and the names of those that there is no room for."""
+    found: dict[str, dict[str, Curve]] = {}
     # Losses come first, what ranks measured themselves comes last anyway.
     for name in sorted(curves.values, key=lambda name: "loss" not in name.lower()):
         curve = [
@@ -88,16 +90,24 @@ def _panels(curves: Curves) -> tuple[Mapping[str, Panel], list[str]]:
             for step, value in curves.values[name]
             if math.isfinite(step) and math.isfinite(value)
         ]
-        if not curve:
-            continue
-        title = quantity(name)
-        panel = panels.get(title, {})
+        if curve:
+            found.setdefault(quantity(name), {})[name] = curve
+    panels: dict[str, Panel] = {}
+    left_out: list[str] = []
+    for title, panel in found.items():
         most = MAX_PANELS if title in MEASURED_PANELS else MAX_PANELS - len(MEASURED_PANELS)
-        if len(panel) == MAX_CURVES_PER_PANEL or (not panel and len(panels) >= most):
-            left_out.append(name)
-        else:
-            panels.setdefault(title, panel)[name] = curve
+        if not any(map(_tells, panel.values())):
+            continue
+        names = list(panel)[: MAX_CURVES_PER_PANEL if len(panels) < most else 0]
+        left_out += [name for name in panel if name not in names]
+        if names:
+            panels[title] = {name: panel[name] for name in names}
     return panels, left_out
+
+
+def _tells(curve: Curve) -> bool:
+    """Whether a curve shows more than its last value does."""
+    return len(curve) >= MIN_POINTS and len({value for _, value in curve}) > 1
 
 
 def _marks(curves: Curves, steps: "_Axis") -> Sequence[tuple[str, str]]:
@@ -183,6 +193,7 @@ def _draw(title: str, panel: Panel, steps: _Axis, marks: Sequence[tuple[str, str
 def _line(path: str, colour: str, width: float = 1.0, *, dashed: bool = False) -> str:
     round_ = ' stroke-dasharray="4 3"' if dashed else ""
     round_ += ' stroke-linecap="round" stroke-linejoin="round"' if width > 1 else ""
+    round_ += f' stroke-opacity="{PALENESS}"' if colour == PALE else ""
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{round_}/>'
 
 

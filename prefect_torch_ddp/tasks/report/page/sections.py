@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
-from prefect_torch_ddp.results import EpochRow, LedgerReport, TrainReport
+from prefect_torch_ddp.results import LedgerReport, TrainReport
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
-    code_block,
     count,
     duration,
     fact_table,
@@ -18,19 +17,24 @@ from prefect_torch_ddp.tasks.report.markdown import (
     text,
 )
 from prefect_torch_ddp.tasks.report.page.checkpoints import checkpoint_list, load_section
+from prefect_torch_ddp.tasks.report.page.comparison import best, comparison, judged_by
+from prefect_torch_ddp.tasks.report.page.epochs import epoch_table
 from prefect_torch_ddp.tasks.report.page.evaluation import (
     class_table,
     confusion_table,
     worst_samples,
 )
-from prefect_torch_ddp.tasks.report.page.headline import RunView, best, comparison, headline
+from prefect_torch_ddp.tasks.report.page.headline import (
+    RunView,
+    advice,
+    cause,
+    headline,
+    standing,
+)
 from prefect_torch_ddp.tasks.report.page.plot import left_out, render_curves
 from prefect_torch_ddp.tasks.report.page.ranks import goodput_table, rank_table
 
 MAX_PAGE_BYTES = 300_000
-MAX_CAUSE = 2_000
-MAX_EPOCH_ROWS = 50
-MAX_METRIC_COLUMNS = 6
 MAX_WARNED_EPOCHS = 3
 MAX_LEDGER_LINES = 50
 MAX_ATTEMPTS = 50
@@ -72,9 +76,22 @@ def _curves(view: RunView) -> str:
     return "\n\n".join(part for part in (picture, *notes) if part)
 
 
-def _cause(view: RunView) -> str:
-    cause = _cut(view.training.cause, MAX_CAUSE)
-    return code_block(cause, "text") if cause else ""
+def _places(view: RunView) -> str:
+    """Say where the model and the lines of the ranks are."""
+    uris = view.record.model_uris if view.report is None else view.report.training.model_uris
+    places = [f"**Model** {code(name)}: {view.links.place(uri)}" for name, uri in uris.items()]
+    places = [each.replace(" `model`:", ":") for each in places[:MAX_NAMES]]
+    saved = view.record.checkpoint
+    if not uris and saved is not None:
+        at = f"**Newest checkpoint**, step {count(saved.step)}"
+        places.append(f"{at}: {view.links.place(saved.uri)}")
+    if view.logs:
+        places.append(f"**Logs**: {view.links.place(f'{view.logs}/')}")
+    if view.links.root:
+        places.append(f"[The last runs of this experiment]({view.links.runs(view.record)})")
+        if url := view.links.in_ui(view.record):
+            places.append(f"[The run in Prefect]({url})")
+    return "\n".join(f"- {each}" for each in places)
 
 
 def _trouble(view: RunView) -> str:
@@ -91,7 +108,6 @@ def _facts(view: RunView) -> str:
         "Checkpoints": _when_saved(view),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
-        "Logs": code(view.logs),
     }
     return fact_table(facts)
 
@@ -186,19 +202,6 @@ def _attempts(attempts: Sequence[AttemptRecord]) -> str:
     return table(header, rows, align="rrlrrl") if rows else ""
 
 
-def epoch_table(rows: Sequence[EpochRow]) -> str:
-    """Lay out the epochs, the newest ones where there are many; nothing without any."""
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))[:MAX_METRIC_COLUMNS]
-    lines = []
-    for row in rows[-MAX_EPOCH_ROWS:]:
-        values = [number(row.metrics[name]) if name in row.metrics else "" for name in names]
-        lines.append([str(row.epoch), count(row.num_steps), count(row.num_samples), *values])
-    header = ["epoch", "steps", "samples", *map(short, names)]
-    num_left_out = len(rows) - len(lines)
-    ending = f"\n\nThe first {num_left_out} epochs are left out." if num_left_out else ""
-    return table(header, lines, align="r" * len(header)) + ending if rows else ""
-
-
 def _ledger_warning(ledger: LedgerReport | None) -> str:
     if ledger is None or ledger.is_clean:
         return ""
@@ -238,18 +241,28 @@ def _models(view: RunView) -> str:
     return join(checkpoint_list(view.report, view.checkpoints), load).strip()
 
 
+def _epochs(view: RunView) -> str:
+    rows = view.epochs if view.report is None else view.report.epochs
+    return epoch_table(rows, judged_by(view))
+
+
 TOP: Sequence[Callable[[RunView], str]] = (
     headline,
-    lambda view: "  \n".join(part for part in (best(view), comparison(view)) if part),
-    _cause,
+    standing,
+    cause,
+    advice,
     _trouble,
     _of_report(lambda report: _ledger_warning(report.ledger)),
+    best,
+    comparison,
+    _places,
     _curves,
     _facts,
 )
+"""What stands above the sections: what somebody who is called needs comes first."""
 SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Metrics": _metrics,
-    "Epochs": lambda view: epoch_table(view.epochs if view.report is None else view.report.epochs),
+    "Epochs": _epochs,
     "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
     "Worst samples": _of_report(lambda report: worst_samples(report.evaluation)),

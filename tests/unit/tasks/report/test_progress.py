@@ -37,9 +37,9 @@ def test_the_page_shows_where_the_training_is():
         "parameters": {"checkpoint": {"every_steps": 5, "keep_last": 2}, "storage": "/s"},
     }
     record = RECORD.model_copy(update={"attempts": (), **given})
-    markdown = page_of(shown, record, elapsed_s=65, curves=metric_curves(lr=[1.0, 2.0]))
+    markdown = page_of(shown, record, elapsed_s=65, curves=metric_curves(lr=[1.0, 1.5, 2.0]))
     line = "epoch 3/10 · step 170/400 · loss 0.1235 · accuracy 0.5 · 56 samples/s · 33 s left"
-    assert markdown.startswith(f"# digits: training · {line}")
+    assert markdown.startswith(f"# digits: training\n\n{line}\n")
     assert "![training curves](data:image/svg+xml;base64," in markdown
     facts, metrics, parameters, _ = tables(markdown)
     assert facts[2:] == [
@@ -49,7 +49,7 @@ def test_the_page_shows_where_the_training_is():
         ["Checkpoints", "every 5 steps; by time, every 5.0 s"],
         ["Elapsed", "1 min 5 s"],
     ]
-    assert ["lr", "2", "1 (step 1)", "2 (step 2)"] in metrics
+    assert ["lr", "2", "1 (step 1)", "2 (step 3)"] in metrics
     assert parameters[2:] == [
         ["checkpoint.every_steps", "`5`"],
         ["storage", "`/s`"],
@@ -75,7 +75,7 @@ def test_the_page_says_since_when_there_is_no_checkpoint():
     newest = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
     lines = [line for line in page_of(training(newest=newest, metrics={})).splitlines() if line]
     trouble = f"**no checkpoint since step 40: {text(HOSTILE)}**"
-    assert lines[:2] == ["# digits: training · epoch 3 · step 120/400", trouble]
+    assert lines[:3] == ["# digits: training", "epoch 3 · step 120/400", trouble]
 
 
 def test_the_page_of_a_failed_training_says_why():
@@ -86,13 +86,13 @@ def test_the_page_of_a_failed_training_says_why():
     attempt = RECORD.attempts[0].model_copy(update={"step": 120})
     record = RECORD.model_copy(update={"attempts": (attempt,)})
     page = page_of(shown, record)
-    assert page.splitlines()[0] == f"# digits: failed in step 120 · {LINE}"
-    fence = page.splitlines()[2].removesuffix("text")
+    assert page.splitlines()[:5:2] == ["# digits: failed in step 120", LINE, "**Cause**"]
+    fence = page.splitlines()[6].removesuffix("text")
     block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
     assert cause.startswith(block.removesuffix(" ..."))
     assert 1_000 < len(block) < 3_000
-    without_a_step = page_of(training(status="failed"), record).splitlines()[0]
-    assert without_a_step == "# digits: failed · failed, no step was reported"
+    without_a_step = page_of(training(status="failed"), record)
+    assert without_a_step.startswith("# digits: failed\n\nfailed, no step was reported\n")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def picture(markdown: str) -> ET.Element:
     (data,) = re.findall(r"!\[[a-z ]+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
     svg = ET.fromstring(base64.b64decode(data, validate=True))
     kinds = {element.tag.removeprefix(SVG) for element in svg.iter()}
-    assert kinds <= {"svg", "rect", "g", "text", "image"}
+    assert kinds <= {"svg", "style", "rect", "g", "text", "image"}
     images = ("data:image/png", "data:image/jpeg")
     for element in svg.iter():
         assert set(element.attrib).isdisjoint({"onload", "onclick", "xlink:href"})
@@ -49,19 +49,21 @@ def words(svg: ET.Element) -> list[str]:
 
 
 def test_a_cells_colour_is_its_share_of_the_true_class() -> None:
-    """Hits are blue and confusions red, by share and not by number; none is white."""
+    """Hits are blue and confusions red, by share and not by number; none is transparent."""
     svg = picture(confusion_table(report([[9000, 1000, 0], [1, 9, 0], [0, 0, 0]], "abc")))
     (image,) = svg.iter(f"{SVG}image")
     file = io.BytesIO(base64.b64decode(image.get("href").partition(",")[2]))
-    cells = np.asarray(Image.open(file).convert("RGB")).astype(int)  # [row, column, colour]
-    assert (cells[0, 2] == 255).all()
-    assert (cells[2] == 255).all(), "a class without samples"
+    cells = np.asarray(Image.open(file).convert("RGBA")).astype(int)  # [row, column, colour]
+    assert cells[0, 2, 3] == 0
+    assert (cells[2, :, 3] == 0).all(), "a class without samples"
     assert (cells[0, 0] == cells[1, 1]).all()
     assert (cells[0, 1] == cells[1, 0]).all()
-    red, _green, blue = cells[0, 0]
+    red, _green, blue, opacity = cells[0, 0]
     assert blue > red + 50
-    red, _green, blue = cells[0, 1]
+    assert opacity > 200
+    red, _green, blue, opacity = cells[0, 1]
     assert red > blue + 20
+    assert 50 < opacity < 150
     assert {"a", "b", "c", "9000", "1000", "9", "1"} <= set(words(svg))
 
 

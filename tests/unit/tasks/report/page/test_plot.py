@@ -10,10 +10,12 @@ import pytest
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.page.plot import (
     COLOURS,
+    HEIGHT,
     MAX_PANELS,
     MAX_POINTS,
     PALE,
     RESUMED,
+    WIDTH,
     downsample,
     left_out,
     render_curves,
@@ -28,14 +30,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def source(values, epoch_ends=(), **more) -> str:
-    """Draw curves; return the SVG of the markdown image."""
+    """Draw curves; return the SVGs of the markdown images, in one element."""
     markdown = render_curves(Curves(values, epoch_ends, **more))
     image = r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)"
-    return base64.b64decode(re.fullmatch(image, markdown)[1]).decode()
+    found = [re.fullmatch(image, line)[1] for line in markdown.splitlines()]
+    return "".join(["<all>", *(base64.b64decode(each).decode() for each in found), "</all>"])
 
 
 def drawn(*curves, **more) -> ET.Element:
-    """Draw curves; return the SVG, parsed."""
+    """Draw curves; return the SVGs, parsed."""
     return ET.fromstring(source(*curves, **more))
 
 
@@ -49,22 +52,22 @@ def lines(svg: ET.Element, colour: str) -> list[str]:
     return [path.get("d") for path in svg.iter(f"{SVG}path") if path.get("stroke") == colour]
 
 
-def size(svg: ET.Element) -> list[int]:
-    """Return the picture's width and height, in pixels."""
-    return [int(each) for each in svg.get("viewBox").split()[2:]]
+def titles(svgs: ET.Element) -> list[str]:
+    """Return what stands above each panel; all have the same size."""
+    assert {svg.get("viewBox") for svg in svgs} <= {f"0 0 {WIDTH} {HEIGHT}"}
+    return [next(svg.iter(f"{SVG}text")).text for svg in svgs]
 
 
 def points_of(svg: ET.Element, colour: str = COLOURS[0]) -> list[tuple[float, float]]:
     """Return the points of the first line of a colour, in pixels; none outside of the picture."""
     found = re.findall(r"[ML]([\d.]+),([\d.]+)", lines(svg, colour)[0])
     points = [(float(x), float(y)) for x, y in found]
-    width, height = size(svg)
-    assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points)
     return points
 
 
 def test_a_report_sized_picture_is_an_inline_svg_image_below_12_kb() -> None:
-    """The same each time, with a white background also in a dark page, and no network."""
+    """The same each time, without a background, in words of two colours, and no network."""
     values = {"loss": LOSS, "validation_accuracy": VALIDATION}
     markdown = render_curves(Curves(values, EPOCH_ENDS))
     assert len(markdown) < 12_000
@@ -72,9 +75,11 @@ def test_a_report_sized_picture_is_an_inline_svg_image_below_12_kb() -> None:
     svg = drawn(values, EPOCH_ENDS)
     assert {*values, "step"} <= set(texts(svg))
     assert "http" not in source(values, EPOCH_ENDS).replace('xmlns="http', "")
-    first = svg[0]
-    assert (first.tag, first.get("fill")) == (f"{SVG}rect", "#ffffff")
-    assert [int(first.get(each)) for each in ("width", "height")] == size(svg)
+    for one in svg:
+        assert one.get("fill") == "currentColor"
+        assert "prefers-color-scheme:dark" in next(one.iter(f"{SVG}style")).text
+        assert not list(one.iter(f"{SVG}rect"))
+    assert not any(text.get("fill") for text in svg.iter(f"{SVG}text"))
 
 
 def test_a_curve_goes_where_its_values_say() -> None:
@@ -82,15 +87,16 @@ def test_a_curve_goes_where_its_values_say() -> None:
     (x0, y0), (x1, y1), (x2, y2) = points_of(drawn({"loss": [(0, 4.0), (50, 2.0), (100, 1.0)]}))
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y1 - y0 == pytest.approx(2 * (y2 - y1), abs=0.3)
-    assert {"1", "2", "3", "4", "0", "100"} <= set(texts(drawn({"loss": [(0, 4), (100, 1)]})))
+    assert {"1", "2", "3", "4", "0", "100"} <= set(
+        texts(drawn({"loss": [(0, 4), (50, 2), (100, 1)]}))
+    )
 
 
 def test_curves_of_one_quantity_share_a_panel_with_a_legend() -> None:
     """Training and validation together, whatever else has a panel of its own."""
-    one = size(drawn({"loss": LOSS}))
-    assert size(drawn({"loss": LOSS, "accuracy": VALIDATION})) == [2 * one[0], one[1]]
+    assert titles(drawn({"loss": LOSS, "accuracy": VALIDATION})) == ["loss", "accuracy"]
     shared = drawn({"train/loss": LOSS, "val_loss": VALIDATION})
-    assert size(shared) == one
+    assert titles(shared) == ["loss"]
     assert {"loss", "train/loss", "val_loss"} <= set(texts(shared))
     assert points_of(shared, COLOURS[1])
     long = texts(drawn({"loss_of_" + "x" * 50 + "_9": LOSS}))
@@ -136,9 +142,9 @@ def test_epochs_are_marked_and_many_make_no_wall(ends, fewest: int, most: int) -
 @pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_out(hole: float) -> None:
     """A curve of nothing else is no curve; without any there is no picture."""
-    values = {"loss": [(1, 1.0), (2, hole), (3, 0.5)], "lr": [(1, hole)]}
+    values = {"loss": [(1, 1.0), (2, hole), (3, 0.5), (4, 0.25)], "lr": [(1, hole)]}
     svg = drawn(values)
-    assert len(points_of(svg)) == 2
+    assert len(points_of(svg)) == 3
     assert "lr" not in texts(svg)
     assert not re.search(r"\b(nan|inf)\b", source(values), re.IGNORECASE)
     assert not any(
@@ -149,18 +155,16 @@ def test_what_is_not_finite_is_left_out(hole: float) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        [0.25],
-        [7.0, 7.0],
         [1e300, -1e300, 1e-300],
-        [1.7e308, -1.7e308],
-        [0.0, 5e-324],
-        [1e-12, 2e-12],
-        [1e9, 1e9 + 1],
+        [1.7e308, -1.7e308, 0.0],
+        [0.0, 5e-324, 0.0],
+        [1e-12, 2e-12, 1e-12],
+        [1e9, 1e9 + 1, 1e9],
         [0.90, 0.91, 0.98],
     ],
 )
 def test_any_finite_values_are_drawn(values: list[float]) -> None:
-    """Alone, flat, huge, tiny or close together; few ticks, and not two alike."""
+    """Huge, tiny or close together; few ticks, and not two alike."""
     svg = drawn({"loss": list(enumerate(values))})
     assert len(points_of(svg)) == len(values)
     ticks = [text for text in texts(svg) if text not in ("loss", "step")]
@@ -177,3 +181,16 @@ def test_downsampling_keeps_the_order_and_the_mean() -> None:
     whole = math.fsum(y for _, y in curve) / len(curve)
     assert math.fsum(y for _, y in thin) / len(thin) == pytest.approx(whole)
     assert downsample(LOSS[:MAX_POINTS]) == LOSS[:MAX_POINTS]
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [[(1, 0.5), (2, 0.25)], [(step, 0.001) for step in range(1, 100)]],
+    ids=["of two points", "constant"],
+)
+def test_what_its_last_value_says_has_no_panel(curve: list[tuple[int, float]]) -> None:
+    """Nor is it named as left out: it is in the table. Beside one that says more it is shown."""
+    assert render_curves(Curves({"lr": curve})) == ""
+    assert left_out(Curves({"lr": curve})) == []
+    assert titles(drawn({"lr": curve, "loss": LOSS})) == ["loss"]
+    assert {"loss", "val_loss"} <= set(texts(drawn({"val_loss": curve, "loss": LOSS})))

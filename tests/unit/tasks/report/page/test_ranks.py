@@ -21,7 +21,7 @@ def times(rank: int, at: int = 100, waits: float = 0.4, **changes) -> TimingLine
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:
     """Of equal ranks none is named, nor any after a few steps."""
     slow = page_of(ranks=[times(0), times(1, waits=0.02), times(2, waits=0.3)])
-    assert slow.splitlines()[0].endswith("others wait 33 % of the time for rank 1 on node-0")
+    assert slow.splitlines()[2].endswith("others wait 33 % of the time for rank 1 on node-0")
     assert "| 0 | node-0 | cpu | 8 | 10 % | 50 % | 40 % | 0 % | 812 MB |" in slow
     assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.35)])
     for short in ({"num_steps": 4}, {"seconds": {"step": 1.9, "waiting": 0.1}}):
@@ -44,7 +44,7 @@ def test_many_ranks_and_hostile_names_stay_bounded_and_safe() -> None:
     assert "\n| 499 |" in shown
     assert "436 more ranks are left out" in shown
     assert "<script" not in shown
-    assert "[x]" not in page_of(ranks=ranks).splitlines()[0].replace(r"\[x\]", "")
+    assert "[x]" not in page_of(ranks=ranks).splitlines()[2].replace(r"\[x\]", "")
 
 
 def test_a_rank_that_becomes_slow_late_is_named() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_that_becomes_slow_late_is_named() -> None:
         recent.add([times(rank, at) for rank in range(2)])
     late = times(1, 1060, waits=(970 * 0.4 + 1) / 1060)
     shown = page_of(ranks=recent.add([times(0, 1060), late]))
-    assert "for rank 1 on" in shown.splitlines()[0]
+    assert "for rank 1 on" in shown.splitlines()[2]
 
 
 def test_the_wall_time_is_laid_out_by_size() -> None:

@@ -17,9 +17,10 @@ from prefect_torch_ddp.tasks.report.page.checkpoints import (
     checkpoint_list,
     load_code,
 )
+from prefect_torch_ddp.tasks.report.page.epochs import epoch_table
 from prefect_torch_ddp.tasks.report.page.evaluation import confusion_table
 from prefect_torch_ddp.tasks.report.page.headline import RunView
-from prefect_torch_ddp.tasks.report.page.sections import SECTIONS, epoch_table, render_page
+from prefect_torch_ddp.tasks.report.page.sections import SECTIONS, render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.pages import (
     BEGAN,
@@ -36,7 +37,6 @@ from tests.support.pages import (
 
 GREEDY = "http://evil.example/a?b=1 https://x.y www.evil.example me@evil.example ![i](//evil/i.png)"
 LINKS = re.compile(r"https?://|www\.|\w@\w|mailto:\w|!\[|\]\(", re.IGNORECASE)
-COMPARED = "Compared with the previous run `old-1` of 2026-11-21 03:00:"
 
 
 def old_record(**changes):
@@ -52,9 +52,9 @@ def linked(markdown: str) -> list[str]:
 
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
-    markdown = page_of(report=report(), curves=metric_curves(loss=[2, 1]))
-    headline = "# digits: finished · accuracy 87.50 %, loss 0.25, 8 samples"
-    assert markdown.splitlines()[0] == headline
+    markdown = page_of(report=report(), curves=metric_curves(loss=[3, 2, 1]))
+    headline = "# digits: finished\n\naccuracy 87.50 %, loss 0.25, 8 samples\n"
+    assert markdown.startswith(headline)
     assert "![training curves](data:image/svg+xml;base64," in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[-1][2:]}
     assert facts == facts | {
@@ -167,49 +167,99 @@ def test_a_section_that_is_too_large_gives_way_and_says_so(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("values", "changes", "line"),
+    ("values", "changes", "says", "compared"),
     [
         (
             {"loss": [3, 1, 2], "val_loss": [5, 3, 4]},
             {},
-            f"Best val_loss: 3 at step 2  \n{COMPARED} val_loss 4 is 0.5 better (4.5)",
+            "Best val_loss: 3 at step 2",
+            "4.5, now 0.5 better",
         ),
         (
             {"loss": [3], "val_loss": [5], "val_acc": [0.25, 0.75, 0.5]},
             {},
-            f"Best val_acc: 0.75 at step 2  \n{COMPARED} val_acc 0.5 is 0.125 worse (0.625)",
+            "Best val_acc: 0.75 at step 2",
+            "0.625, now 0.125 worse",
         ),
-        (
-            {"speed": [3, 9, 2], "val_loss": [5, 3, 4]},
-            {"best_metric": "speed"},
-            "Best speed: 9 at step 2",
-        ),
-        (
-            {"val_oddness": [1, 3, 2]},
-            {},
-            f"Last val_oddness: 2  \n{COMPARED} val_oddness 2 is 1 higher (1)",
-        ),
-        ({"loss": range(1, 101)}, {}, "loss: 98, the mean of its last records"),
-        ({"lr": [0.1]}, {}, None),
-        ({}, {}, None),
+        ({"speed": [3, 9, 2]}, {"best_metric": "speed"}, "Best speed: 9 at step 2", ""),
+        ({"val_oddness": [1, 3, 2]}, {}, "", "1, now 1 higher"),
+        ({"loss": range(1, 101)}, {}, "", "100, now the same"),
+        ({"lr": [0.1]}, {}, "", ""),
+        ({}, {}, "", ""),
     ],
     ids=["a loss", "a score", "the metric of checkpoints", "unknown", "a training", "rate", "none"],
 )
-def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, changes, line):
-    """What checkpoints are kept by, else a score or a loss on validation data, else the loss."""
-    old = old_record(metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0, "val_oddness": 1.0})
+def test_the_best_value_and_the_last_run_are_compared(values, changes, says: str, compared: str):
+    """By what checkpoints are kept by, else a score or a loss on validation data, else the loss."""
+    then = {"val_loss": 4.5, "val_acc": 0.625, "other": 1.0, "val_oddness": 1.0, "loss": 100.0}
     record = RECORD.model_copy(update=changes)
-    page = page_of(TrainingProgress(), record, curves=metric_curves(**values), previous=old)
-    below = page.split("\n\n")[1]
-    assert below == line if line else below.startswith(("| what", "!["))
+    curves, old = metric_curves(**values), old_record(metrics=then)
+    page = page_of(TrainingProgress(), record, curves=curves, previous=old)
+    assert [line for line in page.splitlines() if line.startswith("Best ")] == [says] * bool(says)
+    rows = [row for rows in tables(page) for row in rows if row[0].startswith("last:")]
+    assert rows == ([["last: `old-1`", compared, "2026-11-21 03:00"]] if compared else [])
 
 
-def test_a_finished_run_is_compared_by_its_evaluation():
-    """Not by what its training reported."""
-    evaluated = Report(num_samples=8, accuracy=0.75, loss=0.125)
-    old = old_record(metrics={"accuracy": 0.5}, evaluation=evaluated)
-    says = "accuracy 0.875 is 0.125 better (0.75); loss 0.25 is 0.125 worse (0.125)"
-    assert f"of 2026-11-21 03:00: {says}\n" in page_of(report=report(), previous=old)
+def test_a_finished_run_is_compared_with_the_last_and_the_best_by_its_evaluation():
+    """Not by what its training reported. The best is the best of those that completed before."""
+    began = BEGAN.replace(day=20)
+
+    def old(run_id: str, accuracy: float, **changes):
+        found = Report(num_samples=8, accuracy=accuracy, loss=0.125)
+        about = {"run_id": run_id, "evaluation": found, "began": began, "state": "completed"}
+        return old_record(**(about | {"metrics": {"accuracy": 0.5}} | changes))
+
+    last, top = old("old-1", 0.75), old("old-2", 0.9)
+    earlier = [
+        last,
+        old("failed", 0.99, state="failed"),
+        top,
+        old("nan", math.nan),
+        old("later", 0.99, began=BEGAN.replace(day=23)),
+        old("none", 0.0, evaluation=None),
+    ]
+    page = page_of(report=report(), previous=last, earlier=earlier)
+    assert tables(page)[0] == [
+        ["compared", "accuracy", "loss", "began"],
+        [":---"] * 4,
+        ["this run", "0.875", "0.25", "2026-11-22 02:00"],
+        ["last: `old-1`", "0.75, now 0.125 better", "0.125, now 0.125 worse", "2026-11-20 02:00"],
+        ["best: `old-2`", "0.9, now 0.025 worse", "0.125, now 0.125 worse", "2026-11-20 02:00"],
+    ]
+    both = page_of(report=report(), previous=top, earlier=[top])
+    assert [row[0] for row in tables(both)[0][3:]] == ["last and best: `old-2`"]
+    record = RECORD.model_copy(update={"weights_from": "old-1"})
+    origin = page_of(report=report(), record=record, previous=last, earlier=[last, top])
+    assert tables(origin)[0][3][0] == "its weights are from: `old-1`"
+
+
+@pytest.mark.parametrize(
+    ("status", "saved", "is_tried_again", "says"),
+    [
+        ("failed", True, False, "remove the cause, then run it with this parameter, to continue"),
+        ("cancelled", True, False, "run it with this parameter, to continue after step 400"),
+        ("failed", False, False, "remove the cause and run it again. It begins from the start"),
+        ("failed", True, True, "nothing yet, Prefect tries it again, from step 400."),
+        ("failed", False, True, "nothing yet, Prefect tries it again, from the beginning."),
+        ("finished", True, False, ""),
+        ("training", True, False, ""),
+    ],
+)
+def test_a_page_says_what_to_do(status, saved: bool, is_tried_again: bool, says: str):
+    """Above all curves and tables: state, cause, and the line to copy."""
+    record = RECORD.model_copy(update={"checkpoint": report().checkpoint if saved else None})
+    shown = TrainingProgress(4, status=status, cause="ValueError: boom" if says else "")
+    page = page_of(
+        shown, record, is_tried_again=is_tried_again, curves=metric_curves(loss=[3, 2, 1])
+    )
+    above = page.partition("![")[0]
+    assert ("**What to do**" in page) == bool(says)
+    assert says in above
+    assert (f'```python\nresume_from="{RUN}"\n```' in above) == ("this parameter" in says)
+    order = [f"# digits: {status}", "**Cause**", "**What to do**", "Newest checkpoint", "!["]
+    found = [page.index(each) for each in order if each in page]
+    assert found == sorted(found)
+    assert len(found) >= 2
 
 
 def test_models_and_checkpoints_are_listed_once_and_their_places_are_no_links():
@@ -272,26 +322,19 @@ def test_values_read_as_a_person_writes_them(show, expected):
     assert {value: show(value) for value in expected} == expected
 
 
-def test_the_confusion_matrix_has_true_rows_and_predicted_columns_by_name():
-    """By number where the classes have no names."""
-    header, _rule, *rows = tables(confusion_table(evaluation()))[0]
-    assert header[1:] == ["cat", "dog"]
-    assert rows == [["cat", "**3**", "1"], ["dog", "0", "**4**"]]
-    assert tables(confusion_table(evaluation(())))[0][0][1:] == ["0", "1"]
-
-
-def test_a_matrix_of_many_classes_is_plain_text_that_a_page_can_scroll():
-    """Its columns are numbered; the most frequent confusions come first."""
-    names = [f"`` `class {i}" for i in range(21)]
-    matrix = [[30 + i if i == j else int((i, j) == (2, 7)) for j in range(21)] for i in range(21)]
-    markdown = confusion_table(evaluation(names, matrix))
-    assert tables(markdown)[0][2:] == [[text(names[2]), text(names[7]), "1", "3.03 %"]]
-    block = re.search(r"^(```+)text\n(.*)\n\1$", markdown, re.DOTALL | re.MULTILINE)[2].splitlines()
-    assert block[0].split()[-21:] == [str(i) for i in range(1, 22)]
-    assert len({len(row) for row in block}) == 1
-    for i, row in enumerate(block[1:]):
-        assert row.startswith(f"{i + 1} {names[i]}")
-        assert [0 if cell == "." else int(cell) for cell in row.split()[-21:]] == matrix[i]
+def test_there_is_one_confusion_matrix():
+    """A picture, with the names of the classes or else their numbers, and the pairs below it."""
+    for names, shown in ((("cat", "dog"), ("cat", "dog")), ((), ("0", "1"))):
+        markdown = confusion_table(evaluation(names))
+        assert markdown.count("![confusion matrix]") == 1
+        assert tables(markdown) == [
+            [
+                ["true", "predicted", "samples", "of the true class"],
+                [":---", ":---", "---:", "---:"],
+                [*shown, "1", "25.00 %"],
+            ]
+        ]
+        assert "```" not in markdown
 
 
 def test_a_matrix_too_large_to_read_gives_way_to_its_confusions():
@@ -308,22 +351,35 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     found = Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5})
     record = RECORD.model_copy(update={"commit": None})
     markdown = page_of(record=record, report=report({}, evaluation=found, epochs=()))
-    assert markdown.startswith("# digits: finished · loss 1.5, perplexity 4.5, 1 samples")
+    assert markdown.startswith("# digits: finished\n\nloss 1.5, perplexity 4.5, 1 samples\n")
     assert "Confusion" not in markdown
     assert "git commit" not in markdown
     assert "No model was exported: `train` tracked none." in markdown
     assert "load_state_dict" not in markdown
 
 
-def test_the_epoch_table_says_nan_and_shows_the_newest_of_many():
-    """What wasn't measured is blank."""
+def test_the_epoch_table_says_nan_and_of_many_shows_the_first_the_best_and_the_last():
+    """What wasn't measured is blank; 20 are shown whole."""
     header, _rule, first, second = tables(epoch_table(report().epochs))[0]
     assert header == ["epoch", "steps", "samples", "loss", "validation_accuracy"]
     assert first == ["1", "40", "1,280", "0.1235", "0.5"]
     assert second == ["2", "40", "1,280", "nan", ""]
-    rows = [report().epochs[0].model_copy(update={"epoch": epoch}) for epoch in range(1, 301)]
-    assert tables(epoch_table(rows))[0][-1][0] == "300"
-    assert "The first 250 epochs are left out." in epoch_table(rows)
+    rows = [
+        report()
+        .epochs[0]
+        .model_copy(
+            update={"epoch": epoch, "metrics": {"val_acc": 0.9 if epoch == 77 else math.nan}}
+        )
+        for epoch in range(1, 301)
+    ]
+    whole = epoch_table(rows[:20], ("val_acc", "max"))
+    assert [row[0] for row in tables(whole)[0][2:]] == [str(epoch) for epoch in range(1, 21)]
+    assert "left out" not in whole
+    long = epoch_table(rows, ("val_acc", "max"))
+    shown = [row[0] for row in tables(long)[0][2:]]
+    assert shown == ["1", "77 (best)", *(str(epoch) for epoch in range(291, 301))]
+    assert "288 epochs are left out: here are the first, the best and the last 10." in long
+    assert "here are the first and the last 10." in epoch_table(rows)
 
 
 def test_a_ledger_that_is_not_clean_is_said_first():

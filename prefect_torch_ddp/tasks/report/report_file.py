@@ -1,0 +1,63 @@
+"""The report in a run's storage: one HTML file, written when the run ends."""
+
+import threading
+from dataclasses import replace
+from typing import Self
+
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.report.page.document import render_document
+from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.links import Links, report_key, runs_key
+from prefect_torch_ddp.tasks.report.page.runs import render_runs
+from prefect_torch_ddp.tasks.report.page.sections import render_page
+
+TIMEOUT_S = 10.0
+"""How long the end of a run waits for a storage that doesn't take its report."""
+
+
+class ReportFile:
+    """Writes a run's report and the list of its experiment's runs.
+
+    In a thread of its own: a storage that hangs holds up nobody for longer than `TIMEOUT_S`.
+    """
+
+    def __init__(self, storage: Storage, view: RunView) -> None:
+        """Make it, without anything written yet.
+
+        Args:
+            storage: of the run.
+            view: what the page shows.
+        """
+        self._root = f"{storage.uri.rstrip('/')}/"
+        self._key = report_key(view.record.run_id)
+        self.uri = f"{self._root}{self._key}"
+        self._storage, self._view = storage, view
+        self._is_written = False
+        self._trouble = f"the storage hasn't taken it for {TIMEOUT_S:.0f} s"
+        self._thread = threading.Thread(target=self._write, name="report-file", daemon=True)
+
+    def start(self) -> Self:
+        """Begin to write."""
+        self._thread.start()
+        return self
+
+    def join(self) -> str:
+        """Wait until it is written; return what went wrong, or nothing."""
+        self._thread.join(TIMEOUT_S)
+        return "" if self._is_written else self._trouble
+
+    def _write(self) -> None:
+        try:
+            record, ui_url = self._view.record, self._view.links.ui_url
+            view = replace(self._view, links=Links(ui_url, self._root, self._key))
+            title = f"{record.experiment}: {view.training.status}"
+            self._put(self._key, render_page(view), title)
+            key = runs_key(record)
+            runs = render_runs([record, *view.earlier], Links(ui_url, self._root, key))
+            self._put(key, runs, record.experiment)
+            self._is_written = True
+        except Exception as error:  # noqa: BLE001 - the run ends well whatever happens here
+            self._trouble = f"{type(error).__name__}: {error}"
+
+    def _put(self, key: str, page: str, title: str) -> None:
+        self._storage.write(key, render_document(page, title).encode())
