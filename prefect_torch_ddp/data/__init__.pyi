@@ -7,3 +7,4 @@ from prefect_torch_ddp.data.lookahead import LookAhead as LookAhead
 from prefect_torch_ddp.data.preparing import read_files as read_files
 from prefect_torch_ddp.data.preparing import seeded_split as seeded_split
 from prefect_torch_ddp.data.shards import Sharded as Sharded
+from prefect_torch_ddp.data.tables.table import table as table

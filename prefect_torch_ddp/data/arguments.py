@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from prefect_torch_ddp.data.fetching import may_skip
-from prefect_torch_ddp.data.shards import Sharded
+from prefect_torch_ddp.data.shards import ReadByPosition, Sharded
 from prefect_torch_ddp.errors import InvalidParamsError
 
 Weights: TypeAlias = Sequence[float] | torch.Tensor | np.ndarray[Any, Any]
@@ -49,16 +49,17 @@ def refuse_orders_of(
     """Refuse weights of a dataset that isn't drawn from at random, and an order that can't be."""
     if order is not None:
         _refuse_order_of(dataset, order, has_weights=weights is not None)
-    elif weights is not None and (is_sharded(dataset) or not shuffle):
-        what = "a dataset in shards" if is_sharded(dataset) else "shuffle=False"
+    elif weights is not None and (has_own_order(dataset) or not shuffle):
+        what = _kind_of(dataset) if has_own_order(dataset) else "shuffle=False"
         msg = f"weights draw samples in a random order, and can't be used with {what}"
         raise InvalidParamsError(msg)
 
 
 def _refuse_order_of(dataset: Any, order: object, *, has_weights: bool) -> None:
     """Refuse an order of the user's own that can't be kept."""
-    if is_sharded(dataset) or has_weights or not callable(order):
-        what = "with a dataset in shards" if is_sharded(dataset) else "together with weights"
+    if has_own_order(dataset) or has_weights or not callable(order):
+        is_own = has_own_order(dataset)
+        what = f"with {_kind_of(dataset)}" if is_own else "together with weights"
         what = what if callable(order) else f"as a {type(order).__name__}"
         msg = (
             f"order can't be given {what}: it is a function of the epoch, from 0, that returns "
@@ -101,10 +102,10 @@ def check_choices(
             "pass on_error='raise', and replace what can't be read"
         )
         raise InvalidParamsError(msg)
-    if seed_samples is not True and (is_virtual or is_sharded(dataset)):
+    if seed_samples is not True and (is_virtual or has_own_order(dataset)):
         msg = (
-            f"seed_samples={seed_samples!r} can't be used with determinism='elastic' "
-            "or a dataset in shards: leave it out"
+            f"seed_samples={seed_samples!r} can't be used with determinism='elastic', "
+            "a dataset in shards or a table: leave it out"
         )
         raise InvalidParamsError(msg)
 
@@ -115,6 +116,15 @@ def is_sharded(dataset: object) -> TypeGuard[Sharded]:
     own = getattr(type(dataset), "__getitem__", None)
     has_items = own is not None and own is not Dataset.__getitem__ and isinstance(dataset, Sized)
     return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not has_items)
+
+
+def has_own_order(dataset: object) -> bool:
+    """Tell whether a dataset is read by position, in an order that isn't the sampler's."""
+    return isinstance(dataset, ReadByPosition) or is_sharded(dataset)
+
+
+def _kind_of(dataset: object) -> str:
+    return "a table" if isinstance(dataset, ReadByPosition) else "a dataset in shards"
 
 
 def count_samples(dataset: object) -> int:

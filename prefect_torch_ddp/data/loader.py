@@ -16,6 +16,7 @@ from prefect_torch_ddp.data.arguments import (
     check_choices,
     checked_weights,
     count_samples,
+    has_own_order,
     is_sharded,
     refuse_clashes,
     refuse_orders_of,
@@ -37,7 +38,7 @@ from prefect_torch_ddp.data.sampler import (
     VirtualShares,
     mix_seed,
 )
-from prefect_torch_ddp.data.shards import Sharded, ShardReader
+from prefect_torch_ddp.data.shards import PositionReader, ReadByPosition, Sharded, ShardReader
 from prefect_torch_ddp.data.tagged import Tagged, TaggedCollate
 from prefect_torch_ddp.data.traits import Trait, traits_of
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -61,7 +62,8 @@ class RankLoader:
     it when their state is restored, as checkpoints do. No worker starts before it is iterated.
 
     Args:
-        dataset: has `__len__` and `__getitem__`; or gives shards, see `data.shards.Sharded`.
+        dataset: has `__len__` and `__getitem__`; or gives shards, see `data.shards.Sharded`; or a
+            `data.table`.
         global_batch_size: samples per step over all ranks together.
         rank: this rank.
         world_size: all ranks.
@@ -94,7 +96,7 @@ class RankLoader:
 
     def __init__(  # noqa: PLR0913 - the arguments of a DataLoader and the rank, all by name
         self,
-        dataset: Dataset[Any] | Sharded,
+        dataset: Dataset[Any] | Sharded | ReadByPosition,
         *,
         global_batch_size: int,
         rank: int,
@@ -123,16 +125,15 @@ class RankLoader:
         """Counts passes: persistent workers serve the newest one."""
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
-        collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
-        fetched: SeededDataset | ShardReader
+        collate = dataloader_kwargs.pop("collate_fn", None)
+        if collate is None:
+            collate = _as_it_is if isinstance(dataset, ReadByPosition) else default_collate
+        fetched: SeededDataset | ShardReader | PositionReader
         refuse_orders_of(dataset, shuffle=shuffle, weights=weights, order=order)
         drawn_by = own_order = of_reader = None
-        if is_sharded(dataset):
-            fetched = ShardReader(dataset, seed, shuffle=shuffle)
-            if shuffle:
-                of_reader = f"the order of seed {seed}, shuffled in blocks of {fetched.block_size}"
-                shuffle = False  # of positions, not ids: the order is the reader's
-            num_samples = len(fetched)
+        if has_own_order(dataset):
+            fetched, of_reader = self._own_reader(dataset, global_batch_size, seed, shuffle=shuffle)
+            num_samples, shuffle = len(fetched), False
         else:
             num_samples = count_samples(dataset)
             if weights is not None:
@@ -154,6 +155,18 @@ class RankLoader:
         self._generator = torch.Generator(device="cpu")
         self._loader = self._make_loader(fetched, collate, dataloader_kwargs)
 
+    def _own_reader(
+        self, dataset: Any, global_batch_size: int, seed: int, *, shuffle: bool
+    ) -> tuple[ShardReader | PositionReader, str]:
+        """Return what reads a dataset by positions in an order of its own, and what that is."""
+        order = f"the order of seed {seed}" if shuffle else "their own order"
+        if isinstance(dataset, ReadByPosition):
+            batches = GlobalBatches(len(dataset), global_batch_size, seed)
+            reader = dataset.reader(batches, self._shares, shuffle=shuffle)
+            return reader, f"{order}: {reader.order}"
+        shards = ShardReader(dataset, seed, shuffle=shuffle)
+        return shards, f"{order}, shuffled in blocks of {shards.block_size}" if shuffle else order
+
     def _seeded(
         self, dataset: Any, seed: int, seed_samples: SeedSamples, *, gathers: bool
     ) -> SeededDataset:
@@ -168,7 +181,7 @@ class RankLoader:
         )
 
     def _make_loader(
-        self, fetched: Dataset[Any], collate: Callable[[Any], Any], options: Mapping[str, Any]
+        self, fetched: Any, collate: Callable[[Any], Any], options: Mapping[str, Any]
     ) -> DataLoader[Any]:
         batches = cast("Any", self._sampler)
         self._files = OwnFiles(options.get("worker_init_fn"))
@@ -187,9 +200,9 @@ class RankLoader:
         """A few values of the dataset as it is when first asked: equal on all ranks."""
         fetched = self._loader.dataset
         return (
-            fetched.traits
-            if isinstance(fetched, ShardReader)
-            else traits_of(self.dataset, self.batches.num_samples)
+            traits_of(self.dataset, self.batches.num_samples)
+            if isinstance(fetched, SeededDataset)
+            else cast("PositionReader", fetched).traits
         )
 
     def order_of(self, epoch: int) -> str:
@@ -312,6 +325,11 @@ class RankLoader:
         stand_in = {self._shares.own[0]: 0} if stand_ins else {}
         sizes = self.global_batch_size, self.batches.num_global(len(self) - 1)
         return [(size, self._shares.sizes(size) or stand_in) for size in sizes]
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Collate a batch that is one already."""
+    return batch
 
 
 @cache

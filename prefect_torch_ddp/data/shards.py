@@ -1,5 +1,6 @@
 """A dataset that is read shard by shard, in an exact order, from any position."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
-from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
+from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares, mix_seed
 from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -39,6 +40,40 @@ class Sharded(Protocol):
     def iter_shard(self, shard: Any) -> Iterator[Any]:
         """Yield the samples of a shard, in the same order always."""
         ...
+
+
+class PositionReader(Protocol):
+    """What fetches a rank's batches by their positions in an epoch, as finished batches."""
+
+    order: str
+    """Describes the order; equal words, equal orders."""
+
+    @property
+    def traits(self) -> dict[str, list[Trait]]:
+        """A few values that are equal on all ranks."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitems__(self, keys: BatchKeys) -> Tagged:
+        """Return the batch of these positions."""
+        ...
+
+
+class ReadByPosition(ABC):
+    """A dataset of batches in an order of its own, such as a table's: not the user's to derive."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def reader(
+        self, batches: GlobalBatches, shares: RankShares, *, shuffle: bool
+    ) -> PositionReader:
+        """Return what reads a rank's shares of the global batches."""
 
 
 class ShardReader(Dataset[Any]):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.fetching import SeedSamples
     from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
+    from prefect_torch_ddp.data.tables.dataset import Table
     from prefect_torch_ddp.rank.training.values import Values
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class RankContext:
 
     def loader(  # noqa: PLR0913 - choices of a loader, by name
         self,
-        dataset: "Dataset[Any] | Sharded",
+        dataset: "Dataset[Any] | Sharded | Table",
         *,
         global_batch_size: int,
         shuffle: bool = True,
@@ -212,7 +213,8 @@ class RankContext:
         epochs see the same order. In such a pass ranks may get different numbers of batches.
 
         Args:
-            dataset: map-style, or with shards(), num_samples(shard) and iter_shard(shard).
+            dataset: map-style; a `data.table`; or with shards(), num_samples(shard) and
+                iter_shard(shard).
             global_batch_size: samples per step over all ranks together. A rank's batch has its
                 share of them, [samples, ...]: equal shares, but for an uneven tail.
             shuffle: a new order each epoch, from the run's seed.

@@ -1,0 +1,151 @@
+"""Which columns of a table are read, as what, and whether they make a dict or (x, y)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.tables.columns import (
+    Column,
+    Value,
+    checked_fill,
+    common_kind,
+    texts_in,
+)
+from prefect_torch_ddp.data.tables.files import TableFile
+from prefect_torch_ddp.data.tables.form import Form
+from prefect_torch_ddp.errors import InvalidParamsError
+
+INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__")
+"""Names under which pandas and Dask write an index that has none."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The columns that are read, by their names."""
+
+    columns: tuple[str, ...]
+    features: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.columns or (*self.features, *self.targets)
+
+    def form(self, columns: Mapping[str, Column]) -> Form:
+        """Return the form of the batches.
+
+        Raises:
+            InvalidParamsError: a feature is no number, or targets are of different kinds.
+        """
+        if self.columns:
+            return Form.by_column({name: columns[name].dtype for name in self.columns})
+        for name in self.features:
+            if columns[name].kind == "category":
+                msg = (
+                    f"feature {name} is a category, whose code is no quantity: use columns= to "
+                    "get its codes for an embedding, or leave it out of features"
+                )
+                raise InvalidParamsError(msg)
+        kinds = {columns[name].kind == "float" for name in self.targets}
+        if len(kinds) > 1:
+            msg = f"targets {', '.join(self.targets)} are floats and others: they make one tensor"
+            raise InvalidParamsError(msg)
+        return Form.of_features(
+            self.features, self.targets, "float32" if True in kinds else "int64"
+        )
+
+
+def chosen_names(
+    first: TableFile,
+    columns: Sequence[str] | None,
+    features: Sequence[str] | None,
+    target: str | Sequence[str] | None,
+) -> Chosen:
+    """Return the columns that are read, those of the first file where none are named.
+
+    Raises:
+        InvalidParamsError: the arguments don't fit together.
+    """
+    targets = (target,) if isinstance(target, str) else tuple(target or ())
+    for what, given in (("columns", columns), ("features", features)):
+        if isinstance(given, str) or (given is not None and not given):
+            msg = f"{what} is {given!r}; give a list of names"
+            raise InvalidParamsError(msg)
+    if columns is not None and (features is not None or targets):
+        msg = "columns= gives a dict, features= and target= give (x, y): give one of the two"
+        raise InvalidParamsError(msg)
+    if targets and features is None:
+        msg = "target= needs features=: the columns that become x"
+        raise InvalidParamsError(msg)
+    if features is None and columns is None:
+        columns = [name for name in first.schema.names if not INDEX.fullmatch(name)]
+    chosen = Chosen(tuple(columns or ()), tuple(features or ()), targets)
+    if len(set(chosen.names)) < len(chosen.names):
+        msg = f"a column is named twice: {', '.join(chosen.names)}"
+        raise InvalidParamsError(msg)
+    return chosen
+
+
+def resolved_columns(
+    files: Sequence[TableFile],
+    names: Sequence[str],
+    categories: Mapping[str, Sequence[str]] | Sequence[str],
+    fill: Mapping[str, Value],
+) -> dict[str, Column]:
+    """Return what becomes of each column that is read.
+
+    Raises:
+        InvalidParamsError: the files don't agree on one, it can't be a tensor, or an argument
+            names no column that is read.
+    """
+    for what, given in (("categories", categories), ("fill", fill)):
+        if unknown := [name for name in given if name not in names]:
+            msg = f"{what} names {', '.join(unknown)}, which isn't read: there are {list(names)}"
+            raise InvalidParamsError(msg)
+    return {name: _resolved(files, name, categories, fill.get(name)) for name in names}
+
+
+def _resolved(
+    files: Sequence[TableFile],
+    name: str,
+    categories: Mapping[str, Sequence[str]] | Sequence[str],
+    fill: Value | None,
+) -> Column:
+    kind, dtype = common_kind(files, name)
+    values: tuple[str, ...] = ()
+    if kind == "category":
+        if name not in categories:
+            msg = (
+                f"column {name} of {files[0].uri} holds texts: give the values that it may have "
+                f"as categories={{{name!r}: [...]}}, or [{name!r}] to take those in the table; or "
+                "leave it out of columns"
+            )
+            raise InvalidParamsError(msg)
+        given = categories[name] if isinstance(categories, Mapping) else _texts_of(files, name)
+        values = tuple(given)
+        if isinstance(fill, str) and not isinstance(categories, Mapping) and fill not in values:
+            values = (*values, fill)
+        if not values or len(set(values)) < len(values) or not all(map(_is_text, values)):
+            msg = f"categories of {name} have to be texts, each once, and at least one: {values!r}"
+            raise InvalidParamsError(msg)
+    elif name in categories:
+        msg = f"column {name} of {files[0].uri} is {kind} and no text: leave it out of categories"
+        raise InvalidParamsError(msg)
+    return Column(name, kind, dtype, values, checked_fill(name, kind, values, fill))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _texts_of(files: Sequence[TableFile], name: str) -> list[str]:
+    """Return the texts in a column of all files, sorted; rows that filters leave out count too."""
+
+    def texts(file: TableFile) -> set[str]:
+        groups = [group for group, size in enumerate(file.sizes) if size]
+        found = file.tables(groups, [name], [name]) if groups else ()
+        return set().union(*(texts_in(rows[name]) for rows in found))
+
+    return sorted(set().union(*in_parallel(texts, files, num_threads=4)))

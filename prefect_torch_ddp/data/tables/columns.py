@@ -1,0 +1,178 @@
+"""The columns of a table: which kinds can be tensors, and what files have to agree on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from prefect_torch_ddp.data.tables.files import TableFile
+from prefect_torch_ddp.errors import InvalidParamsError
+
+Kind: TypeAlias = Literal["bool", "int", "float", "category"]
+Value: TypeAlias = bool | float | str
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_DTYPES: Mapping[str, str] = {
+    # torch computes with no unsigned integers but uint8.
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64",
+    "halffloat": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+_REFUSED: Sequence[tuple[Callable[[Any], bool], str]] = (
+    (types.is_nested, "flatten it into plain columns in prepare"),
+    (types.is_decimal, "cast it to float64, or to whole numbers such as cents, in prepare"),
+    (types.is_temporal, "compute numbers of it in prepare, such as seconds or the hour of the day"),
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, and what becomes of its values."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    """Of the tensor, as NumPy names it; codes of categories are int64."""
+    values: tuple[str, ...] = ()
+    """Of a category: the code of a value is its position here."""
+    fill: Value | None = None
+    """What a null becomes; None: a null is an error."""
+
+    def numbers(self, column: Any, where: str) -> Array:
+        """Return a chunked column of a file as numbers [rows].
+
+        Raises:
+            InvalidParamsError: it has nulls that nobody fills, or values that have no number.
+        """
+        if column.null_count:
+            if self.fill is None:
+                raise InvalidParamsError(nulls_refused(self.name, column.null_count, where))
+            if types.is_null(column.type):
+                kind = pa.string() if self.kind == "category" else pa.from_numpy_dtype(self.dtype)
+                column = column.cast(kind)
+        if self.kind == "category":
+            return self._as_codes(column, where)
+        if types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if column.null_count:
+            column = column.fill_null(pa.scalar(self.fill, column.type))
+        numbers: Array = column.to_numpy()
+        if numbers.dtype == np.uint64 and len(numbers) and numbers.max() > np.iinfo(np.int64).max:
+            msg = f"column {self.name} of {where} has {numbers.max()}, which no int64 can hold"
+            raise InvalidParamsError(msg)
+        return numbers
+
+    def _as_codes(self, column: Any, where: str) -> Array:
+        known = pa.array(self.values, pa.string())
+        parts = []
+        for chunk in column.chunks:
+            encoded = chunk if types.is_dictionary(chunk.type) else chunk.dictionary_encode()
+            texts = encoded.dictionary.cast(pa.string())
+            # One entry more, for nulls.
+            code_of = pc.index_in(texts, known).fill_null(-1).to_numpy(zero_copy_only=False)
+            of_null = -1 if self.fill is None else self.values.index(str(self.fill))
+            code_of = np.append(code_of.astype(np.int64), of_null)
+            # int64, since a file may have indices too small for one entry more.
+            indices = encoded.indices.cast(pa.int64()).fill_null(len(texts)).to_numpy()
+            codes = code_of[indices]
+            if len(codes) and codes.min() < 0:
+                value = texts[int(indices[int(codes.argmin())])].as_py()
+                msg = (
+                    f"column {self.name} of {where} has the value {value!r}, which isn't one of "
+                    f"the {len(self.values)} in categories: add it there, or filter it out"
+                )
+                raise InvalidParamsError(msg)
+            parts.append(codes)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def nulls_refused(name: str, num: int, where: str) -> str:
+    """Say what can be done about nulls."""
+    return (
+        f"column {name} of {where} has {num} nulls (pandas writes nan as null): pass "
+        f"fill={{{name!r}: value}} to table(), filter them out, or fill them when the table is "
+        "prepared"
+    )
+
+
+def texts_in(column: Any) -> set[str]:
+    """Return the different texts of a chunked column of texts; nulls aren't any."""
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return set(pc.unique(column).drop_null().to_pylist())
+
+
+def kind_in(file: TableFile, name: str) -> tuple[Kind, str] | None:
+    """Return the kind of a file's column and its tensor's dtype; None if it holds only nulls.
+
+    Raises:
+        InvalidParamsError: the file has no such column, or one that can't be a tensor.
+    """
+    type_ = file.type_of(name)
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    if types.is_null(type_):
+        return None
+    if types.is_boolean(type_):
+        return "bool", "bool"
+    if types.is_integer(type_) or types.is_floating(type_):
+        kind: Kind = "int" if types.is_integer(type_) else "float"
+        return kind, _DTYPES.get(str(type_), str(type_))
+    if types.is_string(type_) or types.is_large_string(type_) or str(type_) == "string_view":
+        return "category", "int64"
+    way_out = next((way for is_one, way in _REFUSED if is_one(type_)), "leave it out")
+    msg = f"column {name} of {file.uri} is {type_}, which can't be a tensor: {way_out}"
+    raise InvalidParamsError(msg)
+
+
+def common_kind(files: Sequence[TableFile], name: str) -> tuple[Kind, str]:
+    """Return the kind of a column in all files, and a dtype that holds the values of each.
+
+    Whole numbers may differ in width among the files, and so may floats.
+
+    Raises:
+        InvalidParamsError: the files don't agree, or a column can't be a tensor.
+    """
+    found: tuple[Kind, str] | None = None
+    first = files[0]
+    for file in files:
+        here = kind_in(file, name)
+        if here is None:
+            continue
+        if found is None:
+            found, first = here, file
+        elif here[0] != found[0]:
+            msg = (
+                f"column {name} is {file.type_of(name)} in {file.uri} and {first.type_of(name)} in "
+                f"{first.uri}: write it with one type in all files"
+            )
+            raise InvalidParamsError(msg)
+        elif here[1] != found[1]:
+            found = found[0], str(np.result_type(found[1], here[1]))
+    if found is None:
+        msg = f"column {name} of {first.uri} holds nothing but nulls: leave it out"
+        raise InvalidParamsError(msg)
+    return found
+
+
+def checked_fill(name: str, kind: Kind, values: Sequence[str], fill: Value | None) -> Value | None:
+    """Return what fills a column's nulls; refuse what the column can't hold."""
+    fits = {
+        "bool": isinstance(fill, bool),
+        "int": isinstance(fill, int) and not isinstance(fill, bool),
+        "float": isinstance(fill, int | float) and not isinstance(fill, bool),
+        "category": fill in values,
+    }
+    if fill is not None and not fits[kind]:
+        fitting = {"bool": "True or False", "int": "a whole number", "float": "a number"}
+        give = fitting.get(kind, f"one of its categories, {', '.join(values[:20])}")
+        msg = f"fill has {fill!r} for column {name}, which is {kind}: give {give}"
+        raise InvalidParamsError(msg)
+    return fill

@@ -1,0 +1,330 @@
+"""The Parquet files of a table: where they are, their footers, and reading some of their columns.
+
+pyarrow decodes; the bytes come through `Readable.read_many`, so any storage and cache serves them,
+and a file that was replaced since it was listed is an error.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.images.listing import list_dataset
+from prefect_torch_ddp.data.images.location import Location, readable_at
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.storage.locate import is_path
+from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readable
+
+SUFFIXES = (".parquet", ".parq", ".pq")
+FOOTER_BYTES = 64 * 2**10
+"""Read at first of each file; a larger footer takes a second request."""
+NUM_FOOTERS = 256
+"""Read at a time."""
+GAP_BYTES = 64 * 2**10
+"""What lies between two columns that are wanted is read along with them up to this size."""
+SMALL_BYTES = 2**20
+"""Row groups that are smaller together are read whole, without a look at each column."""
+ROWS_AT_ONCE = 32_768
+MIN_BYTES = 12
+"""The words at both ends of a file, and the length of its footer."""
+_END, _LENGTH_BYTES = b"PAR1", 8
+
+Found = tuple[Readable, ListedObject]
+
+
+def find_files(
+    where: Location | Sequence[str | Path], storage: Readable | None, **ways: Any
+) -> list[Found]:
+    """Return the files of a table, in their order: of a folder by name, of a list as given.
+
+    Names that begin with a dot or an underscore don't count, such as _SUCCESS and _metadata, nor
+    those in such a folder.
+
+    Raises:
+        InvalidParamsError: there is none.
+        StorageError: they can't be listed.
+    """
+    if isinstance(where, str | Path | Readable):
+        return _find(where, storage, ways)
+    if not where:
+        msg = "table() was given an empty list of files"
+        raise InvalidParamsError(msg)
+    many = in_parallel(lambda each: _find(each, storage, ways), where)
+    return [found for each in many for found in each]
+
+
+def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) -> list[Found]:
+    name = str(where) if isinstance(where, str | Path) else ""
+    if storage is None and name.lower().endswith(SUFFIXES):  # a file, or a folder named so
+        if is_path(name):
+            above, name = str(Path(name).parent), Path(name).name
+        else:
+            above, _, name = name.rpartition("/")
+        source, prefix = readable_at(above, None, **ways)[0], name
+    else:
+        source, prefix = readable_at(where, storage, **ways)
+        prefix = prefix.rstrip("/")
+    is_folder = prefix and not prefix.lower().endswith(SUFFIXES)
+    found = list_dataset(source, f"{prefix}/" if is_folder else prefix)
+    listed = [item for item in found if _is_in(item.key, prefix)]
+    if not listed:
+        what = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
+        msg = f"there is no Parquet file in {what}: names have to end with {', '.join(SUFFIXES)}"
+        raise InvalidParamsError(msg)
+    return [(source, item) for item in listed]
+
+
+def _is_in(key: str, prefix: str) -> bool:
+    if key == prefix:
+        return True
+    if prefix and not key.startswith(f"{prefix}/"):
+        return False  # a neighbour whose name begins alike
+    below = key.removeprefix(prefix).strip("/").split("/")
+    return key.lower().endswith(SUFFIXES) and not any(part.startswith(("_", ".")) for part in below)
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A Parquet file with its footer."""
+
+    source: Readable
+    listed: ListedObject
+    metadata: Any
+    """A pyarrow.parquet.FileMetaData."""
+
+    @property
+    def uri(self) -> str:
+        """The file as a person writes it."""
+        return f"{self.source.uri.rstrip('/')}/{self.listed.key}"
+
+    @cached_property
+    def schema(self) -> Any:
+        """The columns and their types, without those of Arrow and pandas: no dictionaries."""
+        return self.metadata.schema.to_arrow_schema()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The rows of each row group."""
+        metadata = self.metadata
+        return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+    def type_of(self, name: str) -> Any:
+        """Return the Arrow type of a column.
+
+        Raises:
+            InvalidParamsError: there is none of this name, or several.
+        """
+        schema = self.schema
+        found = schema.get_all_field_indices(name)
+        if len(found) != 1:
+            what = f"{len(found)} columns" if found else "no column"
+            names = ", ".join(schema.names[:20]) + (", ..." if len(schema.names) > 20 else "")  # noqa: PLR2004
+            msg = f"{self.uri} has {what} of the name {name!r}; there are {names}"
+            raise InvalidParamsError(msg)
+        return schema.field(found[0]).type
+
+    def tables(
+        self, groups: Sequence[int], columns: Sequence[str], texts: Sequence[str] = ()
+    ) -> Iterator[Any]:
+        """Yield the rows of some row groups, some thousands at a time, as a pyarrow.Table.
+
+        Starts no thread. What is in memory is the columns' compressed bytes and one such table.
+
+        Args:
+            groups: numbers of the row groups.
+            columns: names of plain columns.
+            texts: those of them that come as Arrow's dictionaries.
+
+        Raises:
+            StorageError: they can't be read or decoded.
+        """
+        ranges = list(self._ranges(groups, set(columns)))
+        file = _RangesOfFile(self._fetch, self.listed.num_bytes, ranges)
+        try:
+            reader = pq.ParquetFile(
+                pa.PythonFile(file, mode="r"),
+                metadata=self.metadata,
+                read_dictionary=list(texts),
+                pre_buffer=False,
+            )
+            for batch in reader.iter_batches(
+                ROWS_AT_ONCE, row_groups=list(groups), columns=list(columns), use_threads=False
+            ):
+                yield pa.Table.from_batches([batch])
+        except (pa.ArrowException, OSError) as error:
+            msg = f"{self.uri} can't be decoded: {error}; replace it"
+            raise StorageError(msg) from error
+
+    def as_python_file(self) -> Any:
+        """Return it as a file that pyarrow can read all of, by a request for each read."""
+        return pa.PythonFile(_RangesOfFile(self._fetch, self.listed.num_bytes, []), mode="r")
+
+    def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read ranges, (start, end) each."""
+        key, etag = self.listed.key, self.listed.etag
+        parts = [ObjectPart(key, end - start, start, etag) for start, end in ranges]
+        return _whole(self.source.read_many(parts))
+
+    def _ranges(self, groups: Sequence[int], columns: set[str]) -> Iterator[tuple[int, int]]:
+        """Yield where the columns of row groups lie, those near each other as one range."""
+        schema, row_group = self.metadata.schema, self.metadata.row_group
+        wanted = [i for i in range(len(schema)) if schema.column(i).path in columns]
+        starts = [_range_of(row_group(groups[0]).column(i))[0] for i in range(len(schema))]
+        ends = [_range_of(row_group(groups[-1]).column(i))[1] for i in range(len(schema))]
+        if starts and 0 <= max(ends) - min(starts) <= SMALL_BYTES:
+            yield min(starts), max(ends)
+            return
+        start = end = -1
+        for low, high in sorted(_range_of(row_group(g).column(i)) for g in groups for i in wanted):
+            if start >= 0 and low - end > GAP_BYTES:
+                yield start, end
+                start = -1
+            start, end = (low, high) if start < 0 else (start, max(end, high))
+        if start >= 0:
+            yield start, end
+
+
+def _range_of(chunk: Any) -> tuple[int, int]:
+    first = chunk.dictionary_page_offset
+    start = min(chunk.data_page_offset, first) if first else chunk.data_page_offset
+    return start, start + chunk.total_compressed_size
+
+
+def _whole(contents: Sequence[bytes | StorageError]) -> list[bytes]:
+    """Return the parts; raise the first failure."""
+    read = []
+    for content in contents:
+        if isinstance(content, StorageError):
+            raise content
+        read.append(content)
+    return read
+
+
+def with_footers(found: Sequence[Found]) -> list[TableFile]:
+    """Read the footers of files.
+
+    Raises:
+        StorageError: one can't be read, or isn't a Parquet file.
+    """
+    for each in found:
+        if each[1].num_bytes < MIN_BYTES:
+            raise _no_parquet(each, "it is too small")
+    files = []
+    for i in range(0, len(found), NUM_FOOTERS):
+        some = found[i : i + NUM_FOOTERS]
+        tails = _tails(some, [FOOTER_BYTES] * len(some))
+        sizes = [_footer_bytes(tail, each) for each, tail in zip(some, tails, strict=True)]
+        large = [n for n, size in enumerate(sizes) if size > len(tails[n])]
+        again = _tails([some[n] for n in large], [sizes[n] for n in large])
+        for n, tail in zip(large, again, strict=True):
+            tails[n] = tail
+        files += [_file(each, tail) for each, tail in zip(some, tails, strict=True)]
+    return files
+
+
+def _tails(found: Sequence[Found], sizes: Sequence[int]) -> list[bytes]:
+    """Read the last bytes of files: those of one source at once."""
+    tails: list[bytes] = [b""] * len(found)
+    by_source: dict[int, list[int]] = {}
+    for n, (source, _) in enumerate(found):
+        by_source.setdefault(id(source), []).append(n)
+    for numbers in by_source.values():
+        parts = []
+        for n in numbers:
+            item = found[n][1]
+            size = min(sizes[n], item.num_bytes)
+            parts.append(ObjectPart(item.key, size, item.num_bytes - size, item.etag))
+        read = _whole(found[numbers[0]][0].read_many(parts))
+        for n, tail in zip(numbers, read, strict=True):
+            tails[n] = tail
+    return tails
+
+
+def _footer_bytes(tail: bytes, found: Found) -> int:
+    if not tail.endswith(_END):
+        raise _no_parquet(found, "its end isn't that of a Parquet file")
+    return int.from_bytes(tail[-_LENGTH_BYTES:-4], "little") + _LENGTH_BYTES
+
+
+def _file(found: Found, tail: bytes) -> TableFile:
+    try:
+        return TableFile(*found, pq.read_metadata(pa.BufferReader(tail)))
+    except (pa.ArrowException, OSError) as error:
+        raise _no_parquet(found, str(error)) from error
+
+
+def _no_parquet(found: Found, why: str) -> StorageError:
+    source, item = found
+    size = f"{item.num_bytes} bytes"
+    return StorageError(
+        f"{source.uri.rstrip('/')}/{item.key} ({size}) can't be read as Parquet: {why}; replace "
+        "or remove it"
+    )
+
+
+class _RangesOfFile:
+    """A file as pyarrow reads it, of which the ranges that are needed were read at once."""
+
+    closed = False
+
+    def __init__(
+        self,
+        fetch: Callable[[Sequence[tuple[int, int]]], list[bytes]],
+        num_bytes: int,
+        ranges: Sequence[tuple[int, int]],
+    ) -> None:
+        self._fetch = fetch
+        self._num_bytes = num_bytes
+        self._starts = [start for start, _ in ranges]
+        self._parts = [memoryview(part) for part in (fetch(ranges) if ranges else ())]
+        self._at = 0
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """Return the next bytes."""
+        rest = self._num_bytes - self._at
+        size = rest if num_bytes < 0 else min(num_bytes, rest)
+        if size <= 0:
+            return b""
+        start, self._at = self._at, self._at + size
+        n = bisect_right(self._starts, start) - 1
+        offset = start - self._starts[n] if n >= 0 else -1
+        if offset >= 0 and offset + size <= len(self._parts[n]):
+            return bytes(self._parts[n][offset : offset + size])
+        return self._fetch([(start, start + size)])[0]
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to a place."""
+        self._at = offset + (0, self._at, self._num_bytes)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._at
+
+    def size(self) -> int:
+        """Return the file's bytes."""
+        return self._num_bytes
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that any place can be read."""
+        return True
+
+    def writable(self) -> bool:
+        """Say that it can't be written."""
+        return False
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""

@@ -1,0 +1,83 @@
+"""The form of a table's batches: columns side by side in memory, and the tensors made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Batch: TypeAlias = dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of one dtype, which lie row by row in one array, so that a row is read at once."""
+
+    dtype: str
+    """As NumPy names it."""
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which blocks a table is read into, and what a batch is made of them.
+
+    Without `features` there is a block for each dtype, and a batch is a dict of tensors [rows] by
+    column, in the order of `names`. With `features` the first block is x, [rows, features], and
+    the second one y, [rows] of one target or [rows, targets].
+    """
+
+    names: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    has_features: bool
+
+    @classmethod
+    def by_column(cls, dtypes: dict[str, str]) -> "Form":
+        """Return the form of a dict of tensors, of columns with these dtypes."""
+        columns: dict[str, list[str]] = {}
+        for name, dtype in dtypes.items():
+            columns.setdefault(dtype, []).append(name)
+        blocks = (Block(dtype, tuple(names)) for dtype, names in columns.items())
+        return cls(tuple(dtypes), tuple(blocks), has_features=False)
+
+    @classmethod
+    def of_features(cls, features: Sequence[str], targets: Sequence[str], dtype: str) -> "Form":
+        """Return the form of (x, y), or of x where there is no target."""
+        blocks = [Block("float32", tuple(features))]
+        if targets:
+            blocks.append(Block(dtype, tuple(targets)))
+        return cls((*features, *targets), tuple(blocks), has_features=True)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row in memory."""
+        return sum(np.dtype(block.dtype).itemsize * len(block.columns) for block in self.blocks)
+
+    def new_arrays(self, num_rows: int) -> list[Array]:
+        """Return room for so many rows: an array [rows, columns] for each block.
+
+        What isn't written takes no memory: the kernel gives a page when it is first written to.
+        """
+        return [np.empty((num_rows, len(each.columns)), each.dtype) for each in self.blocks]
+
+    def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Batch:
+        """Return a batch of the rows' tensors, one for each block; several parts are joined."""
+        whole = list(parts[0]) if len(parts) == 1 else [torch.cat(each) for each in zip(*parts)]  # noqa: B905
+        if self.has_features:
+            if len(whole) == 1:
+                return whole[0]
+            x, y = whole
+            return x, y.reshape(-1) if y.shape[1] == 1 else y
+        columns: dict[str, torch.Tensor] = {}
+        for block, tensor in zip(self.blocks, whole, strict=True):
+            # Each column by itself is contiguous.
+            columns.update(zip(block.columns, tensor.t().contiguous().unbind(), strict=True))
+        return {name: columns[name] for name in self.names}
+
+
+def taken(arrays: Sequence[Array], rows: Array) -> list[torch.Tensor]:
+    """Return rows of each block's array, copied: tensors [rows, columns]."""
+    index = torch.from_numpy(rows)
+    return [torch.from_numpy(array).index_select(0, index) for array in arrays]

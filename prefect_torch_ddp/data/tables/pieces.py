@@ -1,0 +1,206 @@
+"""The pieces of a table: row groups that are decoded at once, counted with their filters."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+
+from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.tables.columns import Column, nulls_refused
+from prefect_torch_ddp.data.tables.files import TableFile
+from prefect_torch_ddp.data.tables.form import Array, Form
+from prefect_torch_ddp.data.traits import Trait, spread, values_at
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+
+PIECE_ROWS = 8192
+"""Row groups that follow each other are one piece up to so many rows: tiny ones cost too much."""
+MAX_LOOKS = 20_000
+"""So many entries of footers are looked at for nulls before anything is read."""
+
+Filters = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Row groups of a file that follow each other: what is decoded at once."""
+
+    file: int
+    groups: range
+    num_rows: int
+    """Of those that the filters leave."""
+    first_id: int
+    """The number of its first row in the table."""
+
+
+class TablePieces:
+    """The rows of a table's files, in pieces that are decoded one by one.
+
+    Args:
+        files: in their order, with footers.
+        columns: what is read of them.
+        form: of the batches.
+        filters: pyarrow's, as it takes them for `read_table`.
+
+    Raises:
+        InvalidParamsError: there is no row, or a null that nobody fills.
+        StorageError: a file can't be read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TableFile],
+        columns: Mapping[str, Column],
+        form: Form,
+        filters: Filters | None,
+    ) -> None:
+        self.files, self.columns, self.form = files, columns, form
+        self._filters = filters
+        self._filtered_by = columns_of(filters)
+        for file in files:
+            for name in self._filtered_by:
+                file.type_of(name)
+        if filters is None:
+            self._refuse_known_nulls()
+        self.pieces = self._count()
+        if not self.pieces:
+            what = "its filters leave no row" if filters else "it has no row"
+            msg = f"the table of {len(files)} files from {files[0].uri} on can't be used: {what}"
+            raise InvalidParamsError(msg)
+
+    @property
+    def traits(self) -> dict[str, list[Trait]]:
+        """A few names and sizes of files: equal on all ranks."""
+        some = spread(len(self.files))
+        names = [file.listed.key for file in self.files]
+        rows = [file.metadata.num_rows for file in self.files]
+        return {"files": values_at(names, some), "rows of files": values_at(rows, some)}
+
+    @property
+    def layout(self) -> str:
+        """A digest of the sizes of all pieces, which the order of the rows follows from."""
+        sizes = ",".join(str(piece.num_rows) for piece in self.pieces)
+        return hashlib.sha256(sizes.encode()).hexdigest()[:12]
+
+    def __len__(self) -> int:
+        return self.pieces[-1].first_id + self.pieces[-1].num_rows
+
+    def decode(self, number: int, arrays: Sequence[Array], start: int) -> None:
+        """Decode a piece into the arrays of the form's blocks, from a row on.
+
+        Raises:
+            InvalidParamsError: it has nulls that nobody fills, or an unknown value.
+            StorageError: it can't be read.
+        """
+        piece = self.pieces[number]
+        uri = self.files[piece.file].uri
+        where = f"{uri}, row groups {piece.groups.start} to {piece.groups.stop - 1},"
+        at, end = start, start + piece.num_rows
+        for rows in self._read(piece.file, piece.groups, list(self.columns)):
+            if rows.num_rows <= end - at:
+                self._fill(rows, [array[at : at + rows.num_rows] for array in arrays], where)
+            at += rows.num_rows
+        if at != end:
+            msg = f"{where} gave {at - start} rows where {piece.num_rows} were counted: replace it"
+            raise StorageError(msg)
+
+    def _fill(self, rows: Any, arrays: Sequence[Array], where: str) -> None:
+        for block, array in zip(self.form.blocks, arrays, strict=True):
+            for i, name in enumerate(block.columns):
+                array[:, i] = self.columns[name].numbers(rows[name], where)
+
+    def _read(self, number: int, groups: Sequence[int], names: Sequence[str]) -> Iterator[Any]:
+        """Yield the rows of row groups that the filters leave, as pyarrow.Tables."""
+        wanted = list(dict.fromkeys([*names, *self._filtered_by]))
+        texts = [
+            name
+            for name, column in self.columns.items()
+            if column.kind == "category" and name in wanted and name not in self._filtered_by
+        ]
+        for rows in self.files[number].tables(groups, wanted, texts):
+            yield rows if self._filters is None else rows.filter(expression(self._filters))
+
+    def _count(self) -> list[Piece]:
+        """Return the pieces that have rows; with filters, their columns are read to count them."""
+        whole = list(self._cut())
+        if self._filters is None:
+            counts = [sum(self.files[n].sizes[g] for g in groups) for n, groups in whole]
+        else:
+            kept = in_parallel(self._kept_groups, range(len(self.files)))
+
+            def count(piece: tuple[int, range]) -> int:
+                number, groups = piece
+                some = [group for group in groups if group in kept[number]]
+                return sum(rows.num_rows for rows in self._read(number, some, [])) if some else 0
+
+            counts = in_parallel(count, whole)
+        firsts = accumulate(counts, initial=0)
+        return [
+            Piece(n, groups, num, first)
+            for (n, groups), num, first in zip(whole, counts, firsts, strict=False)
+            if num
+        ]
+
+    def _cut(self) -> Iterator[tuple[int, range]]:
+        for n, file in enumerate(self.files):
+            start = rows = 0
+            for group, size in enumerate(file.sizes):
+                if group > start and rows + size > PIECE_ROWS:
+                    yield n, range(start, group)
+                    start, rows = group, 0
+                rows += size
+            if rows:
+                yield n, range(start, len(file.sizes))
+
+    def _kept_groups(self, number: int) -> set[int]:
+        """Return the row groups that can have rows which pass, by the statistics in the footer."""
+        file = self.files[number]
+        whole = pads.ParquetFileFormat().make_fragment(file.as_python_file())
+        fragments = whole.split_by_row_group(expression(self._filters or ()))
+        return {group.id for fragment in fragments for group in fragment.row_groups}
+
+    def _refuse_known_nulls(self) -> None:
+        """Refuse nulls that a footer tells of; others show when they are read."""
+        unfilled = {name for name, column in self.columns.items() if column.fill is None}
+        looks = (
+            (file, schema_column.path, file.metadata.row_group(group).column(i))
+            for file in self.files
+            for i, schema_column in enumerate(_leaves(file))
+            if schema_column.path in unfilled
+            for group in range(file.metadata.num_row_groups)
+        )
+        for file, name, chunk in islice(looks, MAX_LOOKS):
+            known = chunk.statistics if chunk.is_stats_set else None
+            if known is not None and known.has_null_count and known.null_count:
+                raise InvalidParamsError(nulls_refused(name, known.null_count, file.uri))
+
+
+def _leaves(file: TableFile) -> Iterator[Any]:
+    schema = file.metadata.schema
+    return (schema.column(i) for i in range(len(schema)))
+
+
+def expression(filters: Filters) -> Any:
+    """Return pyarrow's expression of filters.
+
+    Raises:
+        InvalidParamsError: they aren't any.
+    """
+    try:
+        return pq.filters_to_expression(filters)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        msg = f"filters {filters!r} can't be used: {error}; write [(column, '==', value), ...]"
+        raise InvalidParamsError(msg) from error
+
+
+def columns_of(filters: Filters | None) -> list[str]:
+    """Return the columns that filters are about."""
+    if filters is None:
+        return []
+    expression(filters)
+    flat = [each for one in filters for each in ([one] if isinstance(one, tuple) else one)]
+    return list(dict.fromkeys(name for name, *_ in flat))

@@ -1,0 +1,208 @@
+"""How a rank reads its batches of a table: a window decoded in threads, and the next one ahead."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from prefect_torch_ddp.data.fetching import seed_on_cpu
+from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares, mix_seed
+from prefect_torch_ddp.data.tables.form import Array, Batch, taken
+from prefect_torch_ddp.data.tables.pieces import TablePieces
+from prefect_torch_ddp.data.tables.windows import RowOrder, Window
+from prefect_torch_ddp.data.tagged import Tagged
+from prefect_torch_ddp.data.traits import Trait
+
+NUM_THREADS = 2
+"""Pieces of a window that are decoded at a time."""
+UNSHUFFLED_ROWS = 65_536
+"""Of a window whose rows aren't shuffled: read ahead, and no more."""
+_BATCH = 2
+
+
+class DecodedPieces:
+    """Room for the rows of a window's pieces, which threads decode in the background."""
+
+    def __init__(self, table: TablePieces, pieces: Sequence[int]) -> None:
+        sizes = [table.pieces[piece].num_rows for piece in pieces]
+        self._table = table
+        self._starts = {piece: sum(sizes[:i]) for i, piece in enumerate(pieces)}
+        self._arrays: list[Array] = table.form.new_arrays(sum(sizes))
+        self._decoded: dict[int, Future[None]] = {}
+        self._waiting: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    def begin(self, pieces: Iterable[int]) -> None:
+        """Have pieces decoded that aren't yet, in this order."""
+        with self._lock:
+            new = [piece for piece in pieces if piece not in self._decoded]
+            self._decoded.update((piece, Future()) for piece in new)
+            self._waiting.extend(new)
+        for _ in range(min(NUM_THREADS, len(new))):
+            start_thread(self._work)
+
+    def drop(self) -> None:
+        """Decode nothing more; who waits for it gets an error."""
+        with self._lock:
+            self._waiting.clear()
+
+    def take(self, pieces: Iterable[int], rows: Array) -> list[torch.Tensor]:
+        """Return rows of these pieces, a tensor for each of the form's blocks; waits for them."""
+        wanted = list(pieces)
+        self.begin(wanted)
+        for piece in wanted:
+            self._decoded[piece].result()
+        return taken(self._arrays, rows)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or not threading.main_thread().is_alive():
+                    return
+                piece = self._waiting.popleft()
+            try:
+                self._table.decode(piece, self._arrays, self._starts[piece])
+            except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the rows
+                self._decoded[piece].set_exception(error)
+            else:
+                self._decoded[piece].set_result(None)
+
+
+class TableReader(Dataset[Any]):
+    """Fetches batches of a table by their positions in an epoch.
+
+    It holds the window that is read from, and decodes the next one meanwhile, in a training also
+    the next epoch's: at most two at a time, and of each only the pieces that the rank's shares
+    have rows of.
+
+    Args:
+        table: whose rows they are.
+        batches: the global batches, in positions.
+        shares: which of each are the rank's.
+        buffer: most rows of a window.
+        shuffle: pieces and the rows of a window; else all rows come as they lie.
+    """
+
+    def __init__(
+        self,
+        table: TablePieces,
+        batches: GlobalBatches,
+        shares: RankShares,
+        buffer: int,
+        *,
+        shuffle: bool,
+    ) -> None:
+        self._table = table
+        self._seed = batches.seed
+        self._shares = shares
+        self._order = RowOrder(
+            [piece.num_rows for piece in table.pieces],
+            batches.seed,
+            shuffle=shuffle,
+            buffer=buffer if shuffle else min(buffer, UNSHUFFLED_ROWS),
+            global_batch_size=batches.global_batch_size,
+        )
+        mixed = f", shuffled in windows of {buffer} rows" if shuffle else ""
+        self.order = f"{len(table.pieces)} pieces of the layout {table.layout}{mixed}"
+        """Describes the order, to be compared with that of other ranks and of a checkpoint."""
+        self._first_ids = [piece.first_id for piece in table.pieces]
+        self._process = os.getpid()
+        self._pieces: dict[tuple[int, ...], DecodedPieces] = {}
+        self._windows: dict[tuple[int, int], Future[Window]] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def traits(self) -> dict[str, list[Trait]]:
+        """A few names and sizes of files: equal on all ranks."""
+        return self._table.traits
+
+    def __getitems__(self, keys: BatchKeys) -> Tagged:
+        """Return the batch of these positions; an id is a row's number in the table."""
+        epoch, positions, is_training, _ = keys
+        if os.getpid() != self._process:  # the threads of the parent aren't here
+            self._process, self._pieces, self._windows = os.getpid(), {}, {}
+        ids: list[int] = []
+        parts = []
+        for number, where in self._order.segments(epoch, positions):
+            self._begin_around(epoch, number, is_endless=is_training)
+            found, taken_here = self._read(epoch, number, where)
+            ids += found
+            parts.append(taken_here)
+        if get_worker_info() is not None or self._shares.is_virtual:
+            # For what collate_fn draws: as for datasets that read batches at once.
+            seed_on_cpu(mix_seed(self._seed, epoch, positions[0], _BATCH))
+        batch: Batch = self._table.form.batch(parts)
+        return Tagged(tuple(ids), batch, is_training=is_training)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        return self.__dict__ | {"_pieces": {}, "_windows": {}}
+
+    def _read(self, epoch: int, number: int, where: slice) -> tuple[list[int], list[torch.Tensor]]:
+        """Return ids and rows of a window's positions."""
+        window = self._windows[epoch, number].result()
+        rows = window.rows[where]
+        places = window.pieces_of(rows)
+        pieces = [window.pieces[i] for i in sorted(set(places.tolist()))]
+        ids = rows - window.starts[places]
+        first_ids = [self._first_ids[piece] for piece in window.pieces]
+        found = [first_ids[i] + row for i, row in zip(places.tolist(), ids.tolist(), strict=True)]
+        return found, self._pieces[window.pieces].take(pieces, rows)
+
+    def _begin(self, epoch: int, number: int) -> None:
+        """Begin with a window that isn't begun: its order, and the pieces that this rank needs."""
+        if (epoch, number) in self._windows:
+            return
+        pieces = self._order.pieces(epoch, number)
+        assert pieces is not None
+        # A small table is one window, the same in each epoch: then it stays decoded.
+        if pieces not in self._pieces:
+            self._pieces[pieces] = DecodedPieces(self._table, pieces)
+        window: Future[Window] = Future()
+        self._windows[epoch, number] = window
+        start_thread(self._plan, epoch, number, window, self._pieces[pieces])
+
+    def _plan(
+        self, epoch: int, number: int, planned: "Future[Window]", decoded: DecodedPieces
+    ) -> None:
+        try:
+            window = self._order.window(epoch, number)
+            decoded.begin(self._order.pieces_for(window, self._shares))
+        except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the rows
+            planned.set_exception(error)
+        else:
+            planned.set_result(window)
+
+    def _begin_around(self, epoch: int, number: int, *, is_endless: bool) -> None:
+        """Begin with a window and with the one that follows; let go of all others."""
+        following = (epoch, number + 1)
+        if self._order.pieces(*following) is None:
+            following = (epoch + 1, 0)
+        kept = [(epoch, number)]
+        if following[0] == epoch or is_endless:
+            kept.append(following)
+        if kept == list(self._windows):
+            return
+        for key in [key for key in self._windows if key not in kept]:
+            del self._windows[key]
+        still = {self._order.pieces(*key) for key in kept}
+        for pieces in [pieces for pieces in self._pieces if pieces not in still]:
+            self._pieces.pop(pieces).drop()
+        for key in kept:
+            self._begin(*key)
+
+
+def start_thread(work: Callable[..., None], *args: Any) -> None:
+    """Start a thread that does some work and ends.
+
+    It is no pool's, which may not be used after a fork, and no daemon: a process that ended while
+    pyarrow decodes would abort.
+    """
+    threading.Thread(target=work, args=args, name="ptd-table").start()

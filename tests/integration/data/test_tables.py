@@ -1,0 +1,150 @@
+"""Tables on real ranks and a real S3: killed in mid-epoch, they end as if nothing had happened."""
+
+import hashlib
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data import table
+from prefect_torch_ddp.data.tables import pieces as tables_pieces
+from prefect_torch_ddp.records.ledger import read_ledger
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.ranks import Died, config_for, train_on
+from tests.unit.data.tables.parquet_files import numbered, walk, write
+from tests.unit.data.test_loader import loader_of
+
+pytestmark = pytest.mark.timeout(200)
+NUM_ROWS, BATCH, EPOCHS = 150, 16, 2
+NUM_STEPS = 20
+SIZES = [70, 0, 80]
+
+
+def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, Any]:
+    """Train on a table with small windows; rank 1, or the only one, dies in a step."""
+    tables_pieces.PIECE_ROWS = 8
+    rows = table(storage, features=["half"], target="number", shuffle_buffer=32)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model = ctx.wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    for batch in ctx.steps(ctx.loader(rows, global_batch_size=BATCH), epochs=EPOCHS):
+        optimizer.zero_grad()
+        for (x, y), weight in ctx.micro_batches(batch):
+            loss = torch.nn.functional.mse_loss(model(x / 75)[:, 0], y.float() / 150)
+            (loss * weight).backward()
+        if ctx.step == kill_at and ctx.rank == min(1, ctx.world_size - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+    state = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+    return {"step": ctx.step, "sha256": hashlib.sha256(state).hexdigest()}
+
+
+@pytest.fixture
+def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
+    """Give the same table in a folder and in a bucket."""
+    folder = DirectoryStorage(numbered(tmp_path / "table", SIZES, 5))
+    bucket = s3_server.storage()
+    for item in folder.list():
+        bucket.write(item.key, folder.read(item.key))
+    return {"directory": folder, "s3": bucket}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_killed_in_mid_epoch_it_ends_with_the_undisturbed_weights(kind, storages, tmp_path) -> None:
+    """Two ranks, killed twice; every row is used once an epoch, by the ledger."""
+    undisturbed = train_on(
+        2, config_for(tmp_path / "calm", ledger=True), train, storages["directory"], None
+    )
+    for kill_at in (5, 14):
+        config = config_for(tmp_path / "runs", ledger=True)
+        values = train_on(2, config, train, storages[kind], kill_at)
+        assert any(isinstance(value, Died) for value in values)
+    ended = train_on(2, config_for(tmp_path / "runs", ledger=True), train, storages[kind], None)
+    assert ended == undisturbed
+    assert ended[0]["step"] == NUM_STEPS
+    report = read_ledger(DirectoryStorage(tmp_path / "runs"), "run")
+    assert str(report).splitlines() == [
+        f"epoch {epoch}: {NUM_ROWS} samples, each once" for epoch in (1, 2)
+    ]
+
+
+@pytest.mark.extended
+def test_with_elastic_determinism_the_number_of_ranks_doesnt_matter(storages, tmp_path) -> None:
+    """Four ranks, then two, then one, each killed: the bits of one rank that is left alone."""
+    elastic = {"determinism": "elastic", "virtual_ranks": 4, "ledger": True}
+    calm = train_on(1, config_for(tmp_path / "calm", **elastic), train, storages["directory"], None)
+    for size, kill_at in ((4, 4), (2, 9), (1, 13)):
+        config = config_for(tmp_path / "runs", **elastic)
+        train_on(size, config, train, storages["s3"], kill_at)
+    ended = train_on(4, config_for(tmp_path / "runs", **elastic), train, storages["s3"], None)
+    assert {value["sha256"] for value in ended} == {calm[0]["sha256"]}
+    assert read_ledger(DirectoryStorage(tmp_path / "runs"), "run").is_clean
+
+
+def test_a_bucket_gives_the_batches_of_a_folder(storages, s3_server, monkeypatch) -> None:
+    """By a storage, by an s3:// URI of a folder or a file, with filters: read by ranges."""
+    monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    folder, bucket = storages["directory"], storages["s3"]
+    expected = walk(table(folder, shuffle_buffer=32), BATCH, 1)
+    uri = {"endpoint_url": s3_server.endpoint_url}
+    for rows in (
+        table(bucket, shuffle_buffer=32),
+        table(bucket.uri, shuffle_buffer=32, **uri),
+        table([f"{bucket.uri}/{i:03d}.parquet" for i in range(3)], shuffle_buffer=32, **uri),
+    ):
+        for world in (1, 2, 4):
+            assert walk(rows, BATCH, world) == expected
+    few = [table(where, filters=[("number", "<", 100)]) for where in (bucket, folder)]
+    assert walk(few[0], BATCH, 2) == walk(few[1], BATCH, 1)
+
+
+def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(s3_server, tmp_path) -> None:
+    """Columns that aren't wanted stay where they are."""
+    generator = np.random.default_rng(0)
+    wide = {f"c{i}": pa.array(generator.random(60_000)) for i in range(8)}
+    write(tmp_path / "wide.parquet", {"number": list(range(60_000)), **wide})
+    bucket = s3_server.storage()
+    bucket.write("wide.parquet", (tmp_path / "wide.parquet").read_bytes())
+    rows = table(bucket, ["c7", "number"])
+    ranges = list(rows.rows.files[0]._ranges(range(1), {"c7", "number"}))
+    assert len(ranges) == 2
+    assert sum(end - start for start, end in ranges) < 1_200_000
+    batches = walk(rows, 9000, 2)
+    assert sorted(n for batch in batches for n in batch) == list(range(60_000))
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+def test_loader_workers_give_the_same_batches(context, tmp_path, monkeypatch) -> None:
+    """Forked after the rank has read of the table itself, or spawned with it pickled."""
+    monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
+    rows = table(numbered(tmp_path, [50, 41], 5), shuffle_buffer=30)
+    expected = walk(rows, 6, 2)
+    assert walk(rows, 6, 2, num_workers=2, multiprocessing_context=context) == expected
+    assert walk(pickle.loads(pickle.dumps(rows)), 6, 2) == expected
+
+
+def test_what_collate_fn_draws_is_the_same_for_any_number_of_workers(tmp_path) -> None:
+    """The generators are seeded for each batch."""
+    rows = table(numbered(tmp_path, [64], 8), ["number"])
+
+    def noisy(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["number"] + torch.rand(len(batch["number"]))
+
+    def drawn(num_workers: int) -> list[list[float]]:
+        loader = loader_of(rows, 16, collate_fn=noisy, num_workers=num_workers)
+        return [batch.tolist() for batch, _ in loader.lockstep(0)]
+
+    assert drawn(1) == drawn(2)
