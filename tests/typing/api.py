@@ -57,6 +57,17 @@ def without_rank(lr: float) -> float:
     return lr
 
 
+def in_a_rank(ctx: RankContext) -> None:
+    """Count steps with any iterable or none, keep values, say how far an own loop is."""
+    ctx.steps(total=5)
+    ctx.steps([1, 2], total=float("inf"), on_other_world_size="begin")
+    ctx.state(best=0.0).best = 1.0
+    ctx.progress(1, 5, epoch=1)
+    ctx.steps(3, total=5)  # type: ignore[arg-type]
+    ctx.steps([1], total=5, on_other_world_size="anew")  # type: ignore[arg-type]
+    ctx.progress("1")  # type: ignore[arg-type]
+
+
 def level_1(client: Client) -> None:
     """Get a list, one value for each rank."""
     assert_type(run_gang(client, max, args=(1, 2), world_size=2), list[Any])

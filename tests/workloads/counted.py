@@ -27,15 +27,18 @@ def train_on_draws(ctx: RankContext) -> dict[str, Any]:
     model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ctx.track(model=model, optimizer=optimizer)
+    state = ctx.state(last=0, squares=[])
     for step in ctx.steps(total=options.get("total", NUM_STEPS)):
         made.append(step)
+        state.last = step
+        state.squares.append(step * step)
         drawn = torch.randint(40, (6,))
         noise = 0.1 * random.random() + 0.1 * float(np.random.random())
         loss = nn.functional.cross_entropy(model(inputs[drawn] + noise), targets[drawn])
         descend(ctx, optimizer, loss)
         if step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
             die_after_checkpoint(ctx, options.get("die_after"))
-    return {"sha256": sha256_of_weights(bare), "made": made}
+    return {"sha256": sha256_of_weights(bare), "made": made, "state": vars(state)}
 
 
 class Shuffled:

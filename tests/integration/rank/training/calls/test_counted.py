@@ -34,18 +34,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     return train_once
 
 
-@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(2, 4, 1), (3, 7, 0)])
+@pytest.mark.parametrize(
+    ("world_size", "die_at", "die_on"),
+    [(2, 4, 1), pytest.param(3, 7, 0, marks=pytest.mark.extended)],
+)
 def test_a_killed_training_on_draws_ends_with_the_same_weights(
     tmp_path: Path, whole: Callable[[int], str], world_size: int, die_at: int, die_on: int
 ) -> None:
     """SIGKILL of a rank within a step, then a resume: every bit is that of the uninterrupted run,
-    and each step of each rank is on record once."""
+    as are the values of ctx.state, and each step of each rank is on record once."""
     saved = (die_at - 1) // 2 * 2
     death = {"die_at": die_at, "die_on": die_on, "die_after": saved}
     assert Died(-9) in train(world_size, tmp_path, **death)
     found = train(world_size, tmp_path)
     assert [each["made"] for each in found] == [[*range(saved + 1, NUM_STEPS + 1)]] * world_size
     assert {each["sha256"] for each in found} == {whole(world_size)}
+    squares = [step * step for step in range(1, NUM_STEPS + 1)]
+    assert [each["state"] for each in found] == [{"last": 9, "squares": squares}] * world_size
     records = [(each.step, each.rank) for each in read_records(DirectoryStorage(tmp_path), "run")]
     assert records == [(s, r) for s in range(1, NUM_STEPS + 1) for r in range(world_size)]
 
@@ -71,6 +76,7 @@ def refused_or_begun(ctx: RankContext) -> str:
     return ""
 
 
+@pytest.mark.extended
 def test_places_in_a_loader_of_others_are_of_one_number_of_ranks(tmp_path: Path) -> None:
     """On another one the resume is refused, with the way out, which makes the steps left."""
     death = {"die_at": 6, "die_on": 1, "die_after": 4}
