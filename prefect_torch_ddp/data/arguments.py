@@ -1,10 +1,14 @@
 """What a loader is given: which datasets and choices can work, and why the others can't."""
 
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
 import torch
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import Dataset, IterableDataset
 
 from prefect_torch_ddp.data.fetching import may_skip
@@ -18,6 +22,10 @@ Order: TypeAlias = Callable[[int], Sequence[int] | torch.Tensor | np.ndarray[Any
 NoneSamples: TypeAlias = Literal["refuse", "keep"]
 """What becomes of a sample that is None in a step."""
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
+
+MAX_FOLDER_BYTES = 75
+"""Of the 107 bytes that a socket's path may have, "/pymp-" and "/listener-", each with eight
+characters, take 32."""
 
 
 def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:
@@ -141,3 +149,22 @@ def count_samples(dataset: object) -> int:
         msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
         raise InvalidParamsError(msg)
     return len(dataset)
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse worker processes that couldn't hand on a batch.
+
+    They do so by sockets below the folder for temporary files. If a path is too long, the worker
+    prints `OSError: AF_UNIX path too long` and drops the batch, for which its rank waits for ever.
+    """
+    folder = tempfile.gettempdir()
+    too_long = len(os.fsencode(folder)) > MAX_FOLDER_BYTES and sys.version_info < (3, 14)
+    strategy = get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if num_workers and too_long and strategy == "file_descriptor":
+        msg = (
+            f"num_workers is {num_workers}, and worker processes can't hand on their batches: "
+            f"the path of the folder for temporary files, {folder}, is longer than "
+            f"{MAX_FOLDER_BYTES} bytes. Set TMPDIR to a shorter one where the Dask workers start, "
+            "or num_workers=0"
+        )
+        raise InvalidParamsError(msg)

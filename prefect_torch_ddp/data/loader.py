@@ -14,6 +14,7 @@ from prefect_torch_ddp.data.arguments import (
     Order,
     Weights,
     check_choices,
+    check_workers,
     checked_weights,
     count_samples,
     has_own_order,
@@ -183,6 +184,7 @@ class RankLoader:
     def _make_loader(
         self, fetched: Any, collate: Callable[[Any], Any], options: Mapping[str, Any]
     ) -> DataLoader[Any]:
+        check_workers(options.get("num_workers", 0))
         batches = cast("Any", self._sampler)
         self._files = OwnFiles(options.get("worker_init_fn"))
         loader: DataLoader[Any] = DataLoader(

@@ -5,6 +5,7 @@ import collections
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -79,9 +80,12 @@ class Belongings:
 def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs: int) -> None:
     """Run that many gangs on a cluster of its own, which has run one of each before, and
     compare."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    patch.setenv("TMPDIR", str(temporary))
+    with TemporaryDirectory(prefix="left-") as temporary:  # loader workers need a short path
+        patch.setenv("TMPDIR", temporary)
+        _run_and_compare(tmp_path, Path(temporary), num_gangs)
+
+
+def _run_and_compare(tmp_path: Path, temporary: Path, num_gangs: int) -> None:
     folders = [tmp_path / "warm", tmp_path / "counted"]
     with own_cluster(2) as (_, client):
         for folder in folders:

@@ -1,6 +1,8 @@
 """A rank's loader: the exact order, in lockstep over ranks, from any batch on; what is refused."""
 
 import random
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -446,3 +448,17 @@ def test_a_pass_that_ends_before_its_last_batch_is_an_error(
         list(loaders[1])
     with pytest.raises(RuntimeError, match="ended after 1 of 3 batches"):
         list(loaders[1].lockstep(0))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python takes a shorter path itself")
+def test_a_path_too_long_for_the_sockets_of_workers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker would drop its batch, for which its rank would wait for ever."""
+    fits = "/" + 74 * "x"
+    monkeypatch.setattr(tempfile, "tempdir", fits)
+    loader_of(Numbers(8), 4, num_workers=2)
+    monkeypatch.setattr(tempfile, "tempdir", f"{fits}x")
+    loader_of(Numbers(8), 4)
+    with pytest.raises(InvalidParamsError, match="Set TMPDIR to a shorter one"):
+        loader_of(Numbers(8), 4, num_workers=2)
