@@ -30,7 +30,10 @@ def epoch_table(rows: Sequence[EpochRow], judged: tuple[str, Direction | None] =
     for row in shown:
         values = [number(row.metrics[name]) if name in row.metrics else "" for name in names]
         number_ = f"{row.epoch} (best)" if row is top else str(row.epoch)
-        lines.append([number_, count(row.num_steps), count(row.num_samples), *values])
+        samples = count(row.num_samples)
+        if not row.epoch:  # steps that are of none, such as those of ctx.steps(total=...)
+            number_, samples = "none", samples if row.num_samples else ""
+        lines.append([number_, count(row.num_steps), samples, *values])
     header = ["epoch", "steps", "samples", *map(short, names)]
     num_left_out = len(rows) - len(lines)
     which = "the first, the best and" if top is not None else "the first and"

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.timing import TimingLine
-from prefect_torch_ddp.results import CheckpointRef, Report
+from prefect_torch_ddp.results import CheckpointRef, EpochRow, Report
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.page.checkpoints import (
@@ -356,6 +356,18 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     assert "git commit" not in markdown
     assert "No model was exported: `train` tracked none." in markdown
     assert "load_state_dict" not in markdown
+
+
+def test_steps_without_epochs_are_said_to_have_none():
+    """Nor do they have samples that anybody knows; their means are there."""
+    rows = [EpochRow(epoch=0, num_steps=5000, num_samples=0, metrics={"loss": 0.5})]
+    header, _rule, only = tables(epoch_table(rows))[0]
+    assert dict(zip(header, only, strict=True)) == {
+        "epoch": "none",
+        "steps": "5,000",
+        "samples": "",
+        "loss": "0.5",
+    }
 
 
 def test_the_epoch_table_says_nan_and_of_many_shows_the_first_the_best_and_the_last():
