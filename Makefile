@@ -25,7 +25,7 @@ help: ## show this
 	@echo '  PYTHON=python3.12 chooses the interpreter of a new .venv; ARGS="-k gang" is handed on to the command'
 
 train: $(VENV)/.installed ## train and evaluate the digits example on this machine, under a local Prefect server
-	$(BIN)/python -m flows.quickstart $(ARGS)
+	$(BIN)/python -m prefect_torch_ddp train $(ARGS)
 
 stop: ## stop the local Prefect server that make train left running for its UI
 	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi

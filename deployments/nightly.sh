@@ -3,7 +3,7 @@
 # worker, until Ctrl-C. Each step may be repeated: what is there stays, or is brought up to date.
 set -euo pipefail
 export WHEN_BUSY="${WHEN_BUSY:-ENQUEUE}"
-PREFECT_API_URL="$(python -m flows.quickstart server)"
+PREFECT_API_URL="$(python -m prefect_torch_ddp.server)"
 export PREFECT_API_URL
 
 prefect work-pool inspect train-ddp >/dev/null 2>&1 || prefect work-pool create train-ddp --type process

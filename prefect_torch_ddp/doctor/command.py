@@ -1,12 +1,11 @@
-"""The command `prefect-torch-ddp doctor`."""
+"""What `prefect-torch-ddp doctor` looks at."""
 
-import argparse
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import uuid4
 
 from distributed import Client
@@ -15,13 +14,14 @@ from rich.table import Table
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.doctor import on_worker
+from prefect_torch_ddp.doctor.cluster_file import look_before_jobs, read_cluster_file
 from prefect_torch_ddp.doctor.on_worker import WorkerFacts
-from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.errors import InvalidParamsError, PrefectTorchDdpError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
 from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
-from prefect_torch_ddp.lazy import __version__
+from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
@@ -199,40 +199,57 @@ def _meeting() -> Callable[[], tuple[str, list[str]]]:
     return meet
 
 
-def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("prefect-torch-ddp", description=__doc__)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    about = "look at this process, a cluster and a storage; exit with 1 where a gang would fail"
-    doctor = commands.add_parser("doctor", help=about, description=about)
-    doctor.add_argument("--cluster", help="address of a Dask scheduler; left out: a local cluster")
-    doctor.add_argument("--storage", help="path, URI or Prefect block: `s3-bucket/nightly`")
-    doctor.add_argument("--interface", help="interface or network that ranks are to use")
-    doctor.add_argument("--limit-s", type=float, default=60.0, help="limit of each wait, seconds")
-    return parser.parse_args(given)
+def examine(
+    cluster: str | None = None,
+    storage: str | None = None,
+    interface: str | None = None,
+    limit_s: float = 60.0,
+    cluster_file: Path | None = None,
+) -> int:
+    """Look at a cluster and a storage; return 1 if something is wrong, else 0.
 
+    Args:
+        cluster: address of a Dask scheduler; None: a local cluster is started.
+        storage: a path, a URI or a Prefect block; None: no storage is looked at.
+        interface: interface or network that ranks are to use.
+        limit_s: limit of each wait, in seconds.
+        cluster_file: a YAML file of ClusterParams. Of a batch system's class the job script is
+            shown, and nothing is submitted.
 
-def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status, 1 where something is wrong."""
-    arguments = _arguments(given)
+    Raises:
+        InvalidParamsError: the file is none of ClusterParams.
+    """
+    if cluster and cluster_file:
+        msg = "--cluster names a running cluster, and --cluster-file one to be made: give one"
+        raise InvalidParamsError(msg)
+    params = ClusterParams() if cluster_file is None else read_cluster_file(cluster_file)
+    cluster = cluster or params.address
     logging.getLogger("distributed").setLevel(logging.ERROR)
-    doctor = Doctor(Console(), arguments.interface, arguments.limit_s)
+    doctor = Doctor(Console(), interface, limit_s)
     with ExitStack() as stack:
         client, workers = None, list[str]()
-        try:
-            at = arguments.cluster or stack.enter_context(local_cluster(n_workers=2))
-            client = stack.enter_context(Client(at, timeout=arguments.limit_s))
-            if not arguments.cluster:
-                stack.callback(client.run, on_worker.hush, on_error="ignore")
-        except (OSError, ValueError) as error:
-            doctor.problems.append(f"no scheduler answers at {arguments.cluster}: {error}")
+        if params.cluster_class:
+            doctor.problems += look_before_jobs(params, doctor.console)
         else:
-            workers = doctor.cluster(client)
-        if arguments.storage:
             try:
-                doctor.storage(resolve_storage(arguments.storage), client, workers)
+                local = {"n_workers": 2, **params.cluster_kwargs}
+                at = cluster or stack.enter_context(local_cluster(**local))
+                client = stack.enter_context(Client(at, timeout=limit_s))
+                if not cluster:
+                    stack.callback(client.run, on_worker.hush, on_error="ignore")
+            except (OSError, ValueError) as error:
+                doctor.problems.append(f"no scheduler answers at {cluster}: {error}")
+            else:
+                workers = doctor.cluster(client)
+        if storage:
+            try:
+                doctor.storage(resolve_storage(storage), client, workers)
             except PrefectTorchDdpError as error:
                 doctor.problems.append(str(error))
+    return _verdict(doctor)
+
+
+def _verdict(doctor: Doctor) -> int:
     if not (problems := doctor.problems):
         doctor.console.print("nothing is wrong", style="green")
         return 0
@@ -240,7 +257,3 @@ def main(given: Sequence[str] | None = None) -> int:
     lines = [f"  {number}. {text}" for number, text in enumerate(problems, 1)]
     doctor.console.print("\n".join([f"{many}:", *lines]), style="red", markup=False)
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

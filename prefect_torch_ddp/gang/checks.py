@@ -1,6 +1,5 @@
 """Checks of `run_gang`'s arguments before work starts; its options are declared in `params`."""
 
-import difflib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -8,11 +7,11 @@ from typing import TypeVar
 
 from distributed import Client
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import Params
 from prefect_torch_ddp.protocol.rank import is_script
+from prefect_torch_ddp.refusals import in_words
 
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -28,22 +27,7 @@ def checked(model: type[M], options: Mapping[str, object]) -> M:
     try:
         return model.model_validate(dict(options), strict=True)
     except ValidationError as error:
-        msg = "; ".join(_in_words(each, list(model.model_fields)) for each in error.errors())
-        raise InvalidParamsError(msg) from error
-
-
-def _in_words(details: ErrorDetails, names: list[str]) -> str:
-    context = details.get("ctx", {})
-    if "error" in context:
-        return str(context["error"])  # a validator's own words
-    name = ".".join(map(str, details["loc"]))
-    if details["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, names, 1)
-        return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
-    if details["type"] == "literal_error":
-        choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
-        return f"{name} is {details['input']!r}; choose one of {choices}"
-    return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
+        raise InvalidParamsError(in_words(error, model)) from error
 
 
 def check_client(client: object) -> None:

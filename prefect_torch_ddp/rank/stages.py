@@ -17,6 +17,7 @@ from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.rank.user_code import resolve
+from prefect_torch_ddp.refusals import in_words
 from prefect_torch_ddp.results import DatasetReport, Report
 
 M = TypeVar("M", bound=BaseModel)
@@ -96,12 +97,8 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}"
-            for fault in error.errors()
-        )
         known = ", ".join(model.model_fields)
-        msg = f"the workload's options can't be used: {faults}; there are {known}"
+        msg = f"the workload's options can't be used: {in_words(error, model)}; there are {known}"
         raise InvalidParamsError(msg) from error
 
 

@@ -210,6 +210,12 @@ def newest_runs(storage: Storage, experiment: str, most: int) -> list[RunRecord]
     return [each for each in found if each.experiment == experiment]
 
 
+def run_ids(storage: Storage) -> list[str]:
+    """Return the ids of all runs that have a record, newest first; raises StorageError."""
+    names = [each.key.rpartition("/")[2] for each in _stored(storage, None)]
+    return [_run_id_of(name) for name in sorted(names, reverse=True)]
+
+
 def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
     """Return the run to compare a run with: its experiment's newest completed one before it.
 

@@ -37,6 +37,7 @@ from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
+from prefect_torch_ddp.server import allow_slow_start
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
@@ -53,6 +54,8 @@ R = TypeVar("R")
 LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
 CONNECT_POLL_S = 0.02
+
+allow_slow_start()  # here: a flow starts its server before any code of ours runs
 
 
 @atexit.register

@@ -15,7 +15,7 @@ from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.cluster import with_ranks_placed
-from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
 from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point
 
@@ -47,6 +47,7 @@ class Run:
         """
         params = with_ranks_placed(params)
         workload = read_workload(params.workload)
+        check_options(workload, [*params.options, *params.data_options])
         storage = resolve_storage(params.storage)
         storage.check_writable()
         source = None if params.source is None else resolve_source(params.source)

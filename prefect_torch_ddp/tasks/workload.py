@@ -5,15 +5,17 @@ import hashlib
 import importlib.util
 import json
 import symtable
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import parse_python
+from prefect_torch_ddp.refusals import unknown
 
 FUNCTIONS = ("prepare", "train", "evaluate")
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,135 @@ def dataset_id(
         raise InvalidParamsError(msg) from error
 
 
+def check_options(workload: WorkloadSource, names: Iterable[str]) -> None:
+    """Refuse options that the workload never reads, where its source shows all that it reads.
+
+    Raises:
+        InvalidParamsError: names each, the one that may have been meant, and all that there are.
+    """
+    known = known_options(workload)
+    if known is None or not (strangers := [name for name in names if name not in known]):
+        return
+    faults = "; ".join(unknown(name, known) for name in strangers)
+    there = f"there are {', '.join(sorted(known))}" if known else "it reads none"
+    msg = f"workload {workload.name!r} can't take the options: {faults}; {there}"
+    raise InvalidParamsError(msg)
+
+
+def known_options(workload: WorkloadSource) -> frozenset[str] | None:
+    """Return the names of the options that a workload reads; None if its source doesn't show all.
+
+    It shows them in `read_options(Model, ctx.options)`, which refuses all others itself. Without
+    that, it shows them in `ctx.options["name"]` and `ctx.options.get("name")`, unless it uses
+    `ctx.options` in another way, or hands its `ctx` to code of other modules.
+    """
+    tree = workload.tree
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, Functions)}
+    contexts = {arg.arg for node in ast.walk(tree) if (arg := _first_argument(node)) is not None}
+    models, found, is_plain = set[str](), set[str](), True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in contexts:
+            is_plain &= _stays_here(node, parents[node], functions)
+        elif isinstance(node, ast.Attribute) and node.attr == "options":
+            match _read_by(node, parents):
+                case "model", name:
+                    models.add(name)
+                case "name", name:
+                    found.add(name)
+                case _:
+                    is_plain = False
+    for model in models:
+        fields = _fields_of(model, tree, workload.name)
+        if fields is None:
+            return None
+        found |= fields
+    refuses_others = models and workload.object_name is None
+    return frozenset(found) if is_plain or refuses_others else None
+
+
+def _first_argument(node: ast.AST) -> ast.arg | None:
+    """Return the argument of a function that is a RankContext, by its place or its annotation."""
+    if not isinstance(node, Functions):
+        return None
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    typed = [arg for arg in arguments if arg.annotation and "RankContext" in ast.dump(arg)]
+    named = arguments[:1] if node.name in FUNCTIONS else []
+    return next(iter([*typed, *named]), None)
+
+
+def _stays_here(node: ast.Name, parent: ast.AST, functions: set[str]) -> bool:
+    if isinstance(parent, ast.Call):
+        return isinstance(parent.func, ast.Name) and parent.func.id in functions
+    return isinstance(parent, ast.Attribute) and parent.value is node
+
+
+def _read_by(
+    node: ast.Attribute, parents: Mapping[ast.AST, ast.AST]
+) -> tuple[Literal["model", "name"], str] | None:
+    """Return what one use of `ctx.options` reads: a model's fields, or a name; None if neither."""
+    match parents[node]:
+        case ast.Subscript(slice=ast.Constant(value=str(name)), value=value) if value is node:
+            return "name", name
+        case ast.Compare(left=ast.Constant(value=str(name)), ops=[ast.In() | ast.NotIn()]):
+            return "name", name
+        case ast.Call(func=ast.Name(id="read_options"), args=[ast.Name(id=name), options]):
+            return ("model", name) if options is node else None
+        case ast.Attribute(attr="get") as get:
+            match parents[get]:
+                case ast.Call(args=[ast.Constant(value=str(name)), *_], func=func) if func is get:
+                    return "name", name
+    return None
+
+
+def _fields_of(model: str, tree: ast.Module, reference: str) -> set[str] | None:
+    """Return the fields of a class of `Params`, bases included; None if its source isn't plain."""
+    if (home := _imported_from(model, tree)) is not None:
+        module, name = home
+        if (module, name) == ("prefect_torch_ddp", "Params"):
+            return set()
+        try:
+            path = path_of(module, reference)
+            return _fields_of(name, parse_python(path.read_bytes(), str(path)), reference)
+        except (InvalidParamsError, OSError, SyntaxError, ValueError):
+            return None
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model]
+    if len(classes) != 1 or classes[0].decorator_list or classes[0].keywords:
+        return None
+    found: set[str] = set()
+    for base in classes[0].bases:
+        names = _fields_of(base.id, tree, reference) if isinstance(base, ast.Name) else None
+        if names is None:
+            return None
+        found |= names
+    body = list(_plain_fields(classes[0]))
+    return None if None in body else found | {name for name in body if name is not None}
+
+
+def _plain_fields(model: ast.ClassDef) -> Iterator[str | None]:
+    """Yield the name of each field, and None for one that has another name outside."""
+    for node in model.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield None if "alias" in ast.unparse(node) else node.target.id
+        elif isinstance(node, ast.Assign):  # model_config, perhaps
+            yield None
+
+
+def _imported_from(name: str, tree: ast.Module) -> tuple[str, str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return node.module, alias.name
+    return None
+
+
 def path_of(module_name: str, reference: str) -> Path:
     """Return the source of a workload's module; raises InvalidParamsError where there is none."""
+    if module_name.endswith(".py"):  # finding it would run the module
+        module = module_name.removesuffix(".py")
+        msg = f"workload {reference!r} is a file's name; give its module's: {module}"
+        raise InvalidParamsError(msg)
     try:
         spec = importlib.util.find_spec(module_name)
     except Exception as error:

@@ -57,14 +57,14 @@ def weights_from(point: ResumePoint | None) -> str | None:
 
 def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | None:
     """Return the newest run that didn't finish and has a checkpoint; none once one finished."""
-    over = (each for each in earlier if not _still_trains(each))
+    over = (each for each in earlier if not still_trains(each))
     for record in takewhile(lambda each: each.state != "completed", over):
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
     return None
 
 
-def _still_trains(record: RunRecord) -> bool:
+def still_trains(record: RunRecord) -> bool:
     """Whether a run goes on in this very flow run, or in another that hasn't ended for Prefect.
 
     That is also one which was suspended: its record says cancelled, as the training did stop. What

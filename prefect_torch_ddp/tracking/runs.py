@@ -54,7 +54,7 @@ def read_metrics(
     if by not in ("record", "step"):
         msg = f"read_metrics has by={by!r}; give 'record' or 'step'"
         raise InvalidParamsError(msg)
-    where = _storage_of(storage)
+    where = storage_of(storage)
     frame = records_frame(where, run_id, all_attempts=all_attempts, by_step=by == "step")
     if frame.empty:
         _refuse_unknown(where, run_id)
@@ -75,7 +75,7 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
         InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
     """
-    where = _storage_of(storage)
+    where = storage_of(storage)
     found = ledger.read_ledger(where, run_id)
     if not found.epochs:
         _refuse_unknown(where, run_id)
@@ -96,7 +96,7 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
         InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
     """
-    where = _storage_of(storage)
+    where = storage_of(storage)
     found = goodput_so_far(where, run_id)
     if not found.num_attempts:
         _refuse_unknown(where, run_id)
@@ -128,7 +128,7 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
         StorageError: the storage can't be read.
     """
     pd = import_pandas("list_runs")
-    rows = [_row(record) for record in list_records(_storage_of(storage), experiment)]
+    rows = [_row(record) for record in list_records(storage_of(storage), experiment)]
     # What every run has is there, also where there is none.
     now = datetime.now(UTC)
     blank = RunRecord(run_id="", experiment="", workload="", began=now, storage="")
@@ -151,7 +151,7 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
         InvalidParamsError: there is no such run, or pandas isn't installed.
         StorageError: the storage can't be read.
     """
-    pd, where = import_pandas("compare_runs"), _storage_of(storage)
+    pd, where = import_pandas("compare_runs"), storage_of(storage)
     if a == b:
         msg = f"compare_runs was given {a!r} twice; give two runs"
         raise InvalidParamsError(msg)
@@ -181,7 +181,7 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
         ObjectNotFoundError: no attempt saved it; names those files that there are.
         StorageError: the storage can't be read.
     """
-    return attempts.read_result(_storage_of(storage), run_id, path)
+    return attempts.read_result(storage_of(storage), run_id, path)
 
 
 def _refuse_unknown(where: Storage, run_id: str) -> None:
@@ -191,7 +191,8 @@ def _refuse_unknown(where: Storage, run_id: str) -> None:
         raise InvalidParamsError(msg)
 
 
-def _storage_of(storage: Storage | str | Path) -> Storage:
+def storage_of(storage: Storage | str | Path) -> Storage:
+    """Return what a path, a URI or a Prefect block names; see `read_metrics`."""
     if isinstance(storage, str) and re.fullmatch(r"[a-z0-9-]+/[^/]+", storage):
         # Loads Prefect, which no other form needs.
         from prefect_torch_ddp.blocks import resolve_storage  # noqa: PLC0415

@@ -12,6 +12,14 @@ import importlib, pkgutil, prefect_torch_ddp.gang as gang
 for found in pkgutil.walk_packages(gang.__path__, gang.__name__ + '.'):
     importlib.import_module(found.name)
 """
+HELP = """
+from prefect_torch_ddp.cli.app import main
+try:
+    main(['train', '--help'])
+except SystemExit as ended:
+    assert not ended.code
+print()
+"""
 STEPS = [
     ("import prefect_torch_ddp as ours", HEAVY | {"pydantic", "numpy", "boto3"}),
     ("ours.__version__.split('.')", HEAVY | {"pydantic"}),
@@ -34,3 +42,13 @@ def test_a_fresh_interpreter_loads_only_what_it_needs() -> None:
     assert done.returncode == 0, done.stderr
     for (step, unneeded), line in zip(STEPS, done.stdout.splitlines(), strict=True):
         assert not {name.partition(".")[0] for name in line.split()} & unneeded, step
+
+
+def test_the_commands_help_loads_nothing_heavy() -> None:
+    """A shell's completion waits for it, too; pydantic is typer's own."""
+    code = f"import sys{HELP}print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not loaded & (HEAVY | {"rich", "boto3", "numpy", "yaml"})

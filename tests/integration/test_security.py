@@ -21,7 +21,7 @@ from distributed import Client
 from distributed.security import Security
 
 from prefect_torch_ddp import ClusterParams, TrainParams, run_gang, train_flow
-from prefect_torch_ddp.doctor.command import main as doctor
+from prefect_torch_ddp.doctor.command import examine
 from tests.support.blocks import FOLDER, save_block
 from tests.support.gangs import pids_in
 from tests.support.s3_server import S3Server
@@ -81,7 +81,7 @@ def test_a_cluster_with_certificates_from_dasks_configuration(
     at = ClusterParams(address=address)
     done = train_flow(TrainParams(workload="tests.workloads.tiny", storage=storage, cluster=at))
     assert (done.training.world_size, done.evaluation.num_samples) == (2, 21)
-    doctor(["doctor", "--cluster", address, "--storage", storage])
+    examine(address, storage)
     assert "all 2 workers reach each other" in " ".join(capsys.readouterr().out.split())
     other = Security.temporary()
     keys = {"tls_client_cert": other.tls_client_cert, "tls_client_key": other.tls_client_key}

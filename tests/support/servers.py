@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from flows.quickstart import server_environment
+from prefect_torch_ddp.server import server_environment
 from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, becomes_true
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError
-from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+from prefect_torch_ddp.tasks.workload import (
+    check_options,
+    dataset_id,
+    known_options,
+    read_workload,
+)
 
 BASE = """
 import json
@@ -205,3 +210,79 @@ def test_options_count(dataset: Callable[..., str]) -> None:
     workload = read_workload("tests.workloads.tiny")
     sources = [None, *({"uri": uri, "listing": listing} for uri in "ab" for listing in "12")]
     assert len({dataset_id(workload, {}, source) for source in sources}) == 5
+
+
+# ---- The options that it reads.
+
+MODEL = """
+from prefect_torch_ddp import Params, RankContext, read_options
+from elsewhere import score
+class Data(Params):
+    \"\"\"Of prepare.\"\"\"
+    size: int = 3
+class Options(Data):
+    lr: float = 0.1
+"""
+READ = "def prepare(ctx): read_options(Options, ctx.options)\n"
+PLAIN = "def prepare(ctx): ctx.options['a'] + ctx.options.get('b', 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        (OTHERS + "def prepare(ctx): ...\n", set()),
+        (OTHERS + PLAIN, {"a", "b"}),
+        (OTHERS + PLAIN + "def more(c: RankContext): return 'd' in c.options\n", {"a", "b", "d"}),
+        (OTHERS + MODEL + READ, {"size", "lr"}),
+        (OTHERS + MODEL + READ + "def more(ctx): score(ctx)\n", {"size", "lr"}),
+        (OTHERS + MODEL + READ + "def more(ctx): return ctx.options['c']\n", {"size", "lr", "c"}),
+    ],
+)
+def test_a_source_shows_which_options_are_read(write: Write, source: str, known: set[str]) -> None:
+    """By name, or by a model and its bases."""
+    assert known_options(read_workload(write(source))) == known
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PLAIN + "def more(ctx: RankContext): score(ctx)\n",
+        PLAIN + "def more(ctx: RankContext): score(**ctx.options)\n",
+        PLAIN + "def more(ctx: RankContext): return ctx.options.get(NAME)\n",
+        PLAIN + "def more(ctx: RankContext): return [ctx]\n",
+        MODEL.replace("size: int = 3", "size: int = Field(3, alias='n')") + READ,
+        MODEL.replace("size: int = 3", "model_config = {'extra': 'allow'}") + READ,
+        MODEL.replace("class Data(Params)", "class Data(score)") + READ,
+        MODEL + READ.replace("Options,", "score,"),
+    ],
+)
+def test_where_a_source_shows_not_all_nothing_is_refused(write: Write, source: str) -> None:
+    """Options may be read in other modules, or under other names."""
+    assert known_options(read_workload(write(OTHERS + source))) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prefect_torch_ddp.examples.digits", "flows.cifar10", "flows.land_use", "flows.pet_names"],
+)
+def test_the_examples_show_theirs(name: str) -> None:
+    """All four read them by a model from a module of options."""
+    known = known_options(read_workload(name))
+    assert known is not None
+    assert {"epochs", "lr", "split_seed"} < known
+
+
+def test_a_wrong_option_is_named_with_the_near_one(write: Write) -> None:
+    """And with all that there are."""
+    name = write(OTHERS + MODEL + READ)
+    says = "there is no option siz; did you mean size\\?; there are lr, size"
+    with pytest.raises(InvalidParamsError, match=says):
+        check_options(read_workload(name), ["lr", "siz"])
+    check_options(read_workload(name), ["lr", "size"])
+
+
+def test_a_files_name_is_no_module(write: Write) -> None:
+    """It says which one is, and runs nothing of it."""
+    name = write("raise RuntimeError('run')\n")
+    with pytest.raises(InvalidParamsError, match=f"give its module's: {name}$"):
+        read_workload(f"{name}.py")

@@ -1,0 +1,67 @@
+"""The command's entry: all commands, and what is printed if one fails."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from prefect_torch_ddp.cli.doctor import doctor
+from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, in_few_lines, is_cancel
+from prefect_torch_ddp.cli.runs import metrics, runs, show
+from prefect_torch_ddp.cli.script import run_script
+from prefect_torch_ddp.cli.training import resume, train
+from prefect_torch_ddp.errors import PrefectTorchDdpError
+
+NAME = "prefect-torch-ddp"
+
+app = typer.Typer(
+    name=NAME,
+    help="Train with PyTorch DDP on Dask, as flows of Prefect.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich takes as long to load as all the rest
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (train, resume, runs, show, metrics, doctor):
+    app.command()(command)
+app.command("run-script")(run_script)
+
+
+def _print_version(given: bool) -> None:  # noqa: FBT001 - typer's way
+    if given:
+        from prefect_torch_ddp.lazy import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train with PyTorch DDP on Dask, as flows of Prefect."""
+
+
+def main(given: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit: 2 if something given can't work or a training failed."""
+    # A console script has its own folder there; workloads are found where the command is typed.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        app(given, prog_name=NAME)
+    except PrefectTorchDdpError as error:
+        print(f"{NAME}: {in_few_lines(error)}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    except BaseException as error:
+        if not is_cancel(error):
+            raise
+        print(f"{NAME}: {str(error) or 'cancelled'}", file=sys.stderr)
+        sys.exit(EXIT_CANCELLED)
+    sys.exit(0)

@@ -1,0 +1,153 @@
+"""`runs`, `show` and `metrics`: what the runs of a storage have left."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_torch_ddp.cli.options import STORAGE, RunArgument, StorageOption, find_run
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.records.run_record import RunRecord
+    from prefect_torch_ddp.results import Rows
+
+LAST_ROWS = 20
+
+
+def runs(
+    storage: StorageOption = STORAGE,
+    experiment: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only its runs, e.g. train-ddp/nightly/my_workload."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many, from the newest on.")
+    ] = 20,
+) -> None:
+    """List runs, the newest first."""
+    from prefect_torch_ddp.records.run_record import list_records
+    from prefect_torch_ddp.tracking.runs import storage_of
+
+    place = storage_of(storage)
+    records = list_records(place, experiment)
+    if not records:
+        print(f"there is no run in {place.uri}; --storage names another place")
+        return
+    head = ("RUN", "STATE", "BEGAN", "TOOK", "RANKS", "STEPS", "SCORE", "WORKLOAD")
+    print("\n".join(aligned([head, *map(row, records[:limit])])))
+    if len(records) > limit:
+        print(f"and {len(records) - limit} more: --limit {len(records)}")
+
+
+def show(run: RunArgument, storage: StorageOption = STORAGE) -> None:
+    """Show a run in ten lines, and where its report is."""
+    from prefect_torch_ddp.records.run_record import read_record
+    from prefect_torch_ddp.results import in_lines
+    from prefect_torch_ddp.tracking.runs import storage_of
+
+    place = storage_of(storage)
+    record = read_record(place, find_run(place, run))
+    key = f"runs/{record.run_id}/report.html"
+    is_there = any(each.key == key for each in place.list(key))
+    print(in_lines(facts(record, f"{place.uri.rstrip('/')}/{key}" if is_there else "", storage)))
+
+
+def metrics(
+    run: RunArgument,
+    storage: StorageOption = STORAGE,
+    csv: Annotated[bool, typer.Option("--csv", help="All rows, as CSV.")] = False,
+    all_attempts: Annotated[
+        bool, typer.Option("--all-attempts", help="Also of steps that were done again.")
+    ] = False,
+) -> None:
+    """Print the metrics of a run.
+
+    A row for each record: the last 20, or all of them as CSV.
+    """
+    from prefect_torch_ddp.tracking.runs import read_metrics, storage_of
+
+    place = storage_of(storage)
+    frame = read_metrics(place, find_run(place, run), all_attempts=all_attempts)
+    if csv:
+        frame.to_csv(sys.stdout, index=False)
+    else:
+        print(frame.tail(LAST_ROWS).to_string(index=False))
+
+
+def row(record: "RunRecord") -> tuple[str, ...]:
+    """Return a run as a row of the list."""
+    began = record.began.astimezone()
+    return (
+        record.run_id,
+        record.state,
+        f"{began:%Y-%m-%d %H:%M}",
+        _duration(record),
+        str(record.attempts[-1].world_size) if record.attempts else "",
+        "" if record.num_steps is None else f"{record.num_steps:,}",
+        _score(record).partition(" on ")[0],
+        record.workload,
+    )
+
+
+def facts(record: "RunRecord", report_uri: str, storage: str) -> "Rows":
+    """Return what `show` prints of a run, a row for each fact that there is."""
+    from prefect_torch_ddp.results import count, values_in_words
+
+    tried = count(len(record.attempts), "attempt")
+    ranks = count(record.attempts[-1].world_size, "rank") if record.attempts else "no rank yet"
+    steps = "" if record.num_steps is None else f"{count(record.num_steps, 'step')} in "
+    steps += "" if record.num_epochs is None else f"{count(record.num_epochs, 'epoch')} on "
+    code = f", commit {record.commit[:10]}" if record.commit else ""
+    code += " with changes" if record.commit and record.is_dirty else ""
+    options = ", ".join(f"{name}={value}" for name, value in record.options.items())
+    where = "" if storage == STORAGE else f" --storage {storage}"
+    more = " -o NAME=VALUE" if record.state == "completed" else ""
+    # Only a run of train_flow has a dataset, and can be repeated from its record.
+    can_resume = record.dataset is not None
+    model = record.model_uris.get("model") or next(iter(record.model_uris.values()), "")
+    return [
+        ("run", f"{record.run_id}, {record.state}"),
+        ("cause", record.cause),
+        ("score", _score(record)),
+        ("trained", f"{steps}{ranks}, {tried}"),
+        ("began", f"{record.began.astimezone():%Y-%m-%d %H:%M}, took {_duration(record) or '?'}"),
+        ("workload", f"{record.workload}{code}"),
+        ("options", options),
+        ("last", values_in_words(record.metrics)),
+        ("model", model),
+        ("report", report_uri),
+        ("in Prefect", f"flow run {record.flow_run_id}" if record.flow_run_id else ""),
+        (
+            "continue",
+            f"prefect-torch-ddp resume {record.run_id}{more}{where}" if can_resume else "",
+        ),
+    ]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, each column as wide as its longest value."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (
+        "  ".join(value.ljust(width) for value, width in zip(each, widths, strict=True))
+        for each in rows
+    )
+    return [line.rstrip() for line in padded]
+
+
+def _score(record: "RunRecord") -> str:
+    if record.evaluation is not None:
+        return record.evaluation.score
+    if record.best_metric and record.best_value is not None:
+        return f"{record.best_metric} {record.best_value:.4g}"
+    return ""
+
+
+def _duration(record: "RunRecord") -> str:
+    if (took_s := record.duration_s) is None:
+        return ""
+    minutes, seconds = divmod(round(took_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{took_s:.1f} s"

@@ -1,0 +1,124 @@
+"""`run-script`: a script for torchrun, as a task of a Prefect flow."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefect_torch_ddp.cli.options import STORAGE, StorageOption
+from prefect_torch_ddp.errors import InvalidParamsError
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect_dask import DaskTaskRunner
+
+
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file; with -m a module.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="The script's arguments.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--world-size",
+            min=1,
+            metavar="N",
+            help="Number of ranks: nnodes x nproc-per-node.",
+        ),
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc-per-node",
+            "--nproc_per_node",
+            min=1,
+            metavar="N",
+            help="Ranks on each Dask worker.",
+        ),
+    ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of Dask workers.")
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts", "--max_restarts", min=0, metavar="N", help="Immediate restarts."
+        ),
+    ] = 0,
+    retries: Annotated[int, typer.Option(min=0, metavar="N", help="Prefect's retries.")] = 0,
+    resume_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARG", help="Added from the second attempt on: --resume-arg=--resume"),
+    ] = None,
+    storage: StorageOption = STORAGE,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running Dask scheduler; default: a local cluster."),
+    ] = None,
+) -> None:
+    """Run a script written for torchrun.
+
+    For example: prefect-torch-ddp run-script train.py --world-size 2 -- --lr 0.1
+    """
+    ranks, each = placed(world_size, nproc_per_node, nnodes)
+    named = f"-m {script}" if module else script
+    if not module and not Path(script).is_file():
+        msg = f"there is no script {script} in {Path.cwd()}; with -m it is a module"
+        raise InvalidParamsError(msg)
+    from prefect_torch_ddp.server import find_or_start_server
+
+    os.environ["PREFECT_API_URL"] = find_or_start_server()
+    from prefect_dask import DaskTaskRunner
+
+    from prefect_torch_ddp.cli.failures import quiet_frames
+    from prefect_torch_ddp.tasks.ddp_script import ddp_script
+    from prefect_torch_ddp.tasks.local_cluster import local_cluster
+
+    task = ddp_script(
+        named,
+        args or [],
+        resume_args=resume_arg or [],
+        world_size=ranks,
+        ranks_per_worker=each,
+        max_restarts=max_restarts,
+        retries=retries,
+        storage=storage,
+    )
+    if address:
+        runner = DaskTaskRunner(address=address)
+    else:
+        shape = {"n_workers": ranks // each, "ranks_per_worker": each}
+        runner = DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs=shape)
+    quiet_frames()
+    run_as_flow(task, runner)
+
+
+def placed(world_size: int | None, per_node: int | None, nodes: int | None) -> tuple[int, int]:
+    """Return how many ranks there are, and how many on each Dask worker.
+
+    Raises:
+        InvalidParamsError: the numbers don't go together.
+    """
+    ranks = world_size or (per_node or 1) * (nodes or 1)
+    each = per_node or (ranks // nodes if nodes else 1)
+    if each < 1 or ranks % each or (nodes and ranks != each * nodes):
+        said = {"--world-size": world_size, "--nproc-per-node": per_node, "--nnodes": nodes}
+        given = ", ".join(f"{name} is {value}" for name, value in said.items() if value)
+        msg = f"{given}; the world size is --nproc-per-node times --nnodes"
+        raise InvalidParamsError(msg)
+    return ranks, each
+
+
+def run_as_flow(task: "Task[..., Any]", runner: "DaskTaskRunner") -> None:
+    """Run one task in a flow that has its name."""
+    from prefect import flow
+
+    @flow(name=task.name, task_runner=runner)  # type: ignore[arg-type]
+    def script() -> None:
+        task.submit().result()
+
+    script()

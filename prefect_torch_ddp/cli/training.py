@@ -1,0 +1,160 @@
+"""`train` and `resume`: runs of `train_flow`, under a Prefect server, started if need be."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefect_torch_ddp.cli.options import (
+    STORAGE,
+    OptionsOption,
+    ParamsOption,
+    RunArgument,
+    StorageOption,
+    checked_params,
+    find_run,
+    nested,
+    parse_values,
+)
+from prefect_torch_ddp.errors import InvalidParamsError
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.params import TrainParams
+    from prefect_torch_ddp.results import TrainReport
+
+DIGITS = "prefect_torch_ddp.examples.digits"
+RESUME_FLAGS = {
+    "workload": "the run",
+    "options": "-o",
+    "storage": "--storage",
+    "resume_from": "the run",
+}
+TRAIN_FLAGS = {
+    "workload": "the first argument",
+    "world_size": "--world-size",
+    "options": "-o",
+    "data_options": "-d",
+    "storage": "--storage",
+    "source": "--source",
+}
+
+
+def train(
+    workload: Annotated[
+        str, typer.Argument(metavar="WORKLOAD", help="Module with prepare, train and evaluate.")
+    ] = DIGITS,
+    world_size: Annotated[
+        int, typer.Option("-n", "--world-size", metavar="N", help="How many ranks train together.")
+    ] = 2,
+    option: OptionsOption = None,
+    data_option: Annotated[
+        list[str] | None,
+        typer.Option("-d", "--data-option", metavar="NAME=VALUE", help="An option of prepare."),
+    ] = None,
+    param: ParamsOption = None,
+    storage: StorageOption = STORAGE,
+    source: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Raw data, for prepare.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running Dask scheduler; default: a local cluster."),
+    ] = None,
+) -> None:
+    """Train and evaluate a workload.
+
+    For example: prefect-torch-ddp train my_workload --world-size 2 -o epochs=3
+    """
+    given = {
+        "workload": workload,
+        "world_size": world_size,
+        "options": parse_values(option, "-o"),
+        "data_options": parse_values(data_option, "-d"),
+        "storage": storage,
+        "source": source,
+        **({"cluster": {"address": address}} if address else {}),
+    }
+    params = checked_params({**given, **_over(given, _changes(param, TRAIN_FLAGS))})
+    _check_workload(params)
+    print(_trained(params))
+
+
+def resume(
+    run: RunArgument,
+    option: OptionsOption = None,
+    param: ParamsOption = None,
+    storage: StorageOption = STORAGE,
+) -> None:
+    """Continue a run from its newest checkpoint.
+
+    It is a new run, with the same parameters but for those that are given.
+    """
+    from prefect_torch_ddp.records.run_record import read_record
+    from prefect_torch_ddp.tracking.runs import storage_of
+
+    place = storage_of(storage)
+    run_id = find_run(place, run)
+    record = read_record(place, run_id)
+    options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
+    if record.state == "completed" and not options and not changes:
+        msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"
+        raise InvalidParamsError(msg)
+    _use_server()
+    from prefect_torch_ddp.tracking.description import recorded_params
+    from prefect_torch_ddp.tracking.resume import still_trains
+
+    if record.state != "completed" and still_trains(record):
+        msg = f"run {run_id} still trains; cancel it first"
+        raise InvalidParamsError(msg)
+    recorded, *_ = recorded_params(place, run_id)
+    before = recorded.model_dump(exclude_unset=True)
+    given = {
+        **before,
+        "options": {**recorded.options, **options},
+        "storage": storage,
+        "resume_from": run_id,
+    }
+    params = checked_params({**given, **_over(before, changes)})
+    _check_workload(params)
+    print(_trained(params))
+
+
+def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `-p` says; raises InvalidParamsError for what has a flag."""
+    changes = nested(parse_values(given, "-p"), "-p")
+    for name in changes.keys() & flags.keys():
+        msg = f"-p {name}: give it by {flags[name]}"
+        raise InvalidParamsError(msg)
+    return changes
+
+
+def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return changes, each group together with those of its values that are not changed."""
+    return {
+        name: {**(values.get(name) or {}), **value} if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+
+
+def _check_workload(params: "TrainParams") -> None:
+    """Refuse what its source shows to be wrong, before a server or a cluster is started."""
+    from prefect_torch_ddp.tasks.workload import check_options, read_workload
+
+    check_options(read_workload(params.workload), [*params.options, *params.data_options])
+
+
+def _use_server() -> None:
+    """Find or start the Prefect server; before Prefect is imported, which reads its settings."""
+    from prefect_torch_ddp.server import find_or_start_server
+
+    os.environ["PREFECT_API_URL"] = find_or_start_server()
+
+
+def _trained(params: "TrainParams") -> "TrainReport":
+    _use_server()
+    from prefect_torch_ddp.cli.failures import quiet_frames
+    from prefect_torch_ddp.flow import train_flow
+
+    quiet_frames()
+    return train_flow(params)

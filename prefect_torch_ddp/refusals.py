@@ -1,0 +1,44 @@
+"""What pydantic refuses, in words that name the option, and the one that may have been meant."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+def in_words(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return each fault of values for a model in words, on one line."""
+    return "; ".join(_fault(each, model) for each in error.errors())
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Return that there is no such option, and which one is near: `did you mean epochs?`."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
+
+
+def _fault(details: ErrorDetails, model: type[BaseModel]) -> str:
+    context = details.get("ctx", {})
+    if "error" in context:
+        return str(context["error"])  # a validator's own words
+    *places, last = map(str, details["loc"] or ("they",))
+    name = ".".join([*places, last])
+    if details["type"] == "extra_forbidden":
+        prefix = "".join(f"{place}." for place in places)
+        return unknown(name, [f"{prefix}{each}" for each in _fields_at(model, places)])
+    if details["type"] == "literal_error":
+        choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
+        return f"{name} is {details['input']!r}; choose one of {choices}"
+    return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
+
+
+def _fields_at(model: type[BaseModel], places: Iterable[str]) -> list[str]:
+    """Return the names of a model's fields, or of a model below it."""
+    for place in places:
+        inner = model.model_fields[place].annotation if place in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)

@@ -1,0 +1,137 @@
+"""The Prefect server of a run: the local one that is started, and how long Prefect's own may take.
+
+`python -m prefect_torch_ddp.server` finds or starts a server, and prints the URL of its API.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prefect_torch_ddp.errors import PrefectTorchDdpError
+
+LOCAL_API = "http://127.0.0.1:4200/api"
+READY_S = 90
+EMBEDDED_START_S = 300
+"""Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
+
+
+class ServerError(PrefectTorchDdpError):
+    """There is no Prefect server to use; says why, and what to do."""
+
+
+def find_or_start_server() -> str:
+    """Return the API of the configured Prefect server, or of a local one, started if need be.
+
+    Prefect isn't imported: a process that imports it later can set PREFECT_API_URL first.
+
+    Raises:
+        ServerError: no server answers where one is configured, or none can be started.
+    """
+    configured, home = _prefect_settings()
+    if configured:
+        # Only Prefect has the certificates and keys that https may need.
+        if urlsplit(configured).scheme == "http" and not is_prefect(configured):
+            msg = (
+                f"PREFECT_API_URL is {configured}, but no Prefect server answers there: "
+                "start it, or unset PREFECT_API_URL"
+            )
+            raise ServerError(msg)
+        return configured
+    if not is_prefect(LOCAL_API):
+        _start_server(Path(home))
+    return LOCAL_API
+
+
+def server_environment() -> dict[str, str]:
+    """Return the environment for a Prefect server, with what it needs to survive a restart.
+
+    A deployment's concurrency limit is a lease. By default the server keeps leases in memory: 225 s
+    into a run the renewal gets `410 Gone` from a server that was restarted, and Prefect ends the
+    flow run as Crashed.
+    """
+    leases = "prefect.server.concurrency.lease_storage.filesystem"
+    return {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": leases, **os.environ}
+
+
+def is_prefect(api: str) -> bool:
+    """Tell whether a Prefect server answers."""
+    try:
+        # Http, from LOCAL_API or the settings.
+        with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=5) as answer:  # noqa: S310
+            return json.load(answer) is True
+    except (OSError, ValueError, urllib.error.URLError):
+        return False
+
+
+def allow_slow_start() -> None:
+    """Give the server that Prefect embeds 300 s to start, if the user has set no limit.
+
+    Prefect reads the limit when it starts that server, so this may come after Prefect was
+    imported; processes that get their settings from this one have it too.
+    """
+    from prefect.context import get_settings_context  # noqa: PLC0415 - find_or_start_server
+
+    ephemeral = get_settings_context().settings.server.ephemeral
+    if "startup_timeout_seconds" not in ephemeral.model_fields_set:
+        ephemeral.startup_timeout_seconds = EMBEDDED_START_S
+
+
+def _start_server(home: Path) -> None:
+    """Start a Prefect server that outlives this process, until `prefect server stop`.
+
+    Not by `prefect server start --background`: that server's output goes to a pipe that nobody
+    reads, and it dies at its first log line (prefect 3.8.8).
+    """
+    address = urlsplit(LOCAL_API)
+    with socket.socket() as probe:
+        if probe.connect_ex((address.hostname, address.port)) == 0:
+            msg = (
+                f"port {address.port} is taken by something that is no Prefect server: "
+                "stop it, or set PREFECT_API_URL"
+            )
+            raise ServerError(msg)
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "server.log"
+    where = f"--host {address.hostname} --port {address.port}"
+    command = [sys.executable, "-m", *f"prefect server start {where}".split()]
+    words = f"Starting a local Prefect server; its log is {log}"
+    print(words, file=sys.stderr, flush=True)  # noqa: T201 - before Prefect configures logging
+    with log.open("ab") as out:
+        server = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=server_environment(),
+            start_new_session=True,
+        )
+    # Where `prefect server stop` looks.
+    (home / "server.pid").write_text(str(server.pid), encoding="utf-8")
+    deadline = time.monotonic() + READY_S
+    while not is_prefect(LOCAL_API):
+        if server.poll() is not None or time.monotonic() > deadline:
+            server.kill()
+            msg = f"the Prefect server did not start within {READY_S} s; its log is {log}"
+            raise ServerError(msg)
+        time.sleep(0.2)
+
+
+def _prefect_settings() -> tuple[str | None, str]:
+    """Return the configured API's URL and Prefect's home, without importing prefect here."""
+    code = (
+        "import json, prefect.settings as s;"
+        "print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
+    )
+    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
+    return url, home
+
+
+if __name__ == "__main__":
+    print(find_or_start_server())  # noqa: T201

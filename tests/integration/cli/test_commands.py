@@ -1,0 +1,174 @@
+"""The command as people type it: real flows under a real server, in a folder of their own."""
+
+import csv
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import list_runs
+from prefect_torch_ddp.server import is_prefect
+from tests.support.ports import free_port
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import torchrun_script
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[3]
+WORKLOAD = "my_workload"
+LIMIT_S = 180
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make a folder with the README's workload."""
+    _, rest = (ROOT / "README.md").read_text(encoding="utf-8").split(f"# {WORKLOAD}.py\n")
+    source = rest.partition("\n```")[0]
+    (tmp_path / f"{WORKLOAD}.py").write_text(source, encoding="utf-8")
+    failing = source.replace("loss.backward()", "loss.backward()\n        1 / (ctx.step - 20)")
+    (tmp_path / "failing.py").write_text(failing, encoding="utf-8")
+    return tmp_path
+
+
+def typed(folder: Path, *given: str, status: int = 0, **environment: str) -> tuple[str, str]:
+    """Run the command in a folder; give what it prints and what else it says."""
+    command = [sys.executable, "-P", "-m", "prefect_torch_ddp", *given]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_run_is_trained_listed_shown_read_and_resumed(folder: Path) -> None:
+    """From a folder with one file to two runs, of which the second goes on from the first."""
+    at = ["--storage", "store"]
+    printed, _ = typed(folder, "train", WORKLOAD, "--world-size", "2", "-o", "epochs=3", *at)
+    (first,) = list_runs(folder / "store")["run_id"]
+    for said in ("score       accuracy", "48 steps in 3 epochs on 2 ranks", first):
+        assert said in printed
+    head, line = typed(folder, "runs", *at)[0].splitlines()
+    assert head.split() == ["RUN", "STATE", "BEGAN", "TOOK", "RANKS", "STEPS", "SCORE", "WORKLOAD"]
+    assert line.split()[:2] == [first, "completed"]
+    assert f"resume {first} -o NAME=VALUE" in typed(folder, "show", "latest", *at)[0]
+    rows = list(csv.DictReader(io.StringIO(typed(folder, "metrics", first, "--csv", *at)[0])))
+    assert max(int(row["step"]) for row in rows) == 48
+    assert all(float(row["loss"]) > 0 for row in rows)
+
+    _, refused = typed(folder, "resume", first, *at, status=2)
+    assert refused.count("\n") == 1
+    assert "is completed; say what more to do, e.g. -o epochs=20" in refused
+    printed, _ = typed(folder, "resume", first[:8], "-o", "epochs=5", *at)
+    assert "80 steps in 5 epochs on 2 ranks" in printed
+    second = list_runs(folder / "store")["run_id"][0]
+    assert second != first
+    steps = {int(line.split(",")[0]) for line in csv_of(folder, second)}
+    assert steps == set(range(49, 81)), "it begins where the first ended"
+
+
+def csv_of(folder: Path, run_id: str) -> list[str]:
+    """Return a run's rows."""
+    printed, _ = typed(folder, "metrics", run_id, "--csv", "--storage", "store")
+    return printed.splitlines()[1:]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path) -> None:
+    """Not those of Prefect, Dask and ours, in no line that the terminal gets."""
+    printed, said = typed(folder, "train", "failing", "--storage", "store", status=2)
+    text = printed + said
+    assert f'File "{folder}/failing.py"' in said
+    assert "ZeroDivisionError: division by zero" in said
+    assert "site-packages" not in text
+    assert str(ROOT / "prefect_torch_ddp") not in text
+    last = said[said.rindex("prefect-torch-ddp: ") :]
+    assert last.count("\n") <= 12
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["train", WORKLOAD, "-o", "epoch=3"], "there is no option epoch; did you mean epochs?"),
+        (["train", WORKLOAD, "-p", "sed=3"], "there is no option sed; did you mean seed?"),
+        (["train", WORKLOAD, "-p", "world_size=3"], "-p world_size: give it by --world-size"),
+        (["train", f"{WORKLOAD}.py"], f"give its module's: {WORKLOAD}"),
+        (["train", "nowhere"], "no module nowhere"),
+        (["run-script", "nowhere.py"], "there is no script nowhere.py"),
+        (["show", "calm-otter"], "there is no run in"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_server_starts(
+    folder: Path, given: list[str], says: str
+) -> None:
+    """In a line, with the way out; PREFECT_API_URL names no server, and nobody asks for it."""
+    address = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    printed, said = typed(folder, *given, "--storage", "store", status=2, **address)
+    assert not printed
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (folder / "store" / "run-records").exists()
+
+
+def test_a_configured_server_that_does_not_answer_is_named(folder: Path) -> None:
+    """Rather than replaced by another one."""
+    address = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+    _, said = typed(folder, "train", WORKLOAD, "--storage", "store", status=2, **address)
+    assert "PREFECT_API_URL is http://127.0.0.1:9/api, but no Prefect server answers" in said
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
+    """Its arguments are behind `--`; a killed rank is restarted with the arguments to resume."""
+    shutil.copy(str(torchrun_script.__file__), folder / "train.py")
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--resume-arg=--resume"]
+    script = ["train.py", "--", str(folder), "--lr", "0.3", "--die-at", "5"]
+    typed(folder, "run-script", *flags, "--storage", "store", *script)
+    assert (folder / "final.pt").exists()
+    runs = list_runs(folder / "store")
+    assert runs["state"].tolist() == ["completed"]
+    assert runs["attempts"].tolist() == [2]
+    assert runs["world_size"].tolist() == [2]
+
+
+def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
+    """It outlives the process that started it, and keeps leases in files."""
+    api = f"http://127.0.0.1:{free_port()}/api"
+    code = (
+        "import prefect_torch_ddp.server as server\n"
+        f"server.LOCAL_API, server.READY_S = {api!r}, {HANG_S}\n"
+        "print(server.find_or_start_server())"
+    )
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    pid_file = tmp_path / "server.pid"
+    try:
+        for starts in (True, False):
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=True,
+            )
+            assert done.stdout.split() == [api]
+            assert ("Starting a local Prefect server" in done.stderr) == starts
+            assert is_prefect(api)
+        pid = int(pid_file.read_text())
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=" in environ
+    finally:
+        if pid_file.exists():
+            os.kill(int(pid_file.read_text()), signal.SIGTERM)
+            wait_until(lambda: not is_prefect(api), HANG_S)

@@ -1,0 +1,123 @@
+"""What is typed as `name=value`, and which run is meant."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
+from prefect_torch_ddp.records.run_record import write_record
+from tests.support.pages import BEGAN, RECORD
+
+OTTER, NEWER_OTTER, SKUA = "calm-otter-1234", "calm-otter-5678", "wild-skua-1234"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("n=3", 3),
+        ("n=1e-3", 1e-3),
+        ("n=true", True),
+        ("n=null", None),
+        ("n=[1, 2]", [1, 2]),
+        ("n=resnet18", "resnet18"),
+        ("n=a=b", "a=b"),
+        ("n=", ""),
+        ('n="3"', "3"),
+    ],
+)
+def test_a_value_is_json_or_text(text: str, value: Any) -> None:
+    """Numbers and lists are read as such; whatever isn't JSON is a text."""
+    assert parse_values([text], "-o") == {"n": value}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["epochs"], "-o epochs: write it as name=value"),
+        (["=3"], "write it as name=value"),
+        (["n=1", "n=2"], "-o n is given twice"),
+    ],
+)
+def test_what_is_no_pair_is_refused(given: list[str], says: str) -> None:
+    """By name, rather than read as something else."""
+    with pytest.raises(InvalidParamsError, match=says):
+        parse_values(given, "-o")
+
+
+def test_dotted_names_are_groups() -> None:
+    """As in the parameters of a deployment."""
+    values = {"seed": 1, "checkpoint.every_steps": 5, "checkpoint.keep_last": 1}
+    whole = {"seed": 1, "checkpoint": {"every_steps": 5, "keep_last": 1}}
+    assert nested(values, "-p") == whole
+
+
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a"), ("a.b", "a.b.c")])
+def test_a_name_is_a_value_or_a_group(names: tuple[str, str]) -> None:
+    """Not both, in any order."""
+    with pytest.raises(InvalidParamsError, match="a is given in two ways"):
+        nested(dict.fromkeys(names, 1), "-p")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"sed": 1}, "there is no option sed; did you mean seed?"),
+        (
+            {"checkpoint": {"every_step": 1}},
+            "there is no option checkpoint.every_step; did you mean checkpoint.every_steps?",
+        ),
+        ({"world_size": 0}, "world_size is 0; it should be greater than or equal to 1"),
+        ({"evaluate_on": "bets"}, "evaluate_on is 'bets'; choose one of last, best"),
+        ({"xyz": 1}, "there is no option xyz"),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_the_near_one(values: dict[str, Any], says: str) -> None:
+    """In groups too, by its whole name."""
+    with pytest.raises(InvalidParamsError) as caught:
+        checked_params(values)
+    assert str(caught.value) == says
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> DirectoryStorage:
+    """Make a storage with three runs, the last of which is the newest."""
+    storage = DirectoryStorage(tmp_path)
+    for day, run_id in enumerate((OTTER, SKUA, NEWER_OTTER)):
+        began = BEGAN.replace(day=1 + day)
+        changes = {"run_id": run_id, "began": began, "experiment": f"z{9 - day}"}
+        write_record(storage, RECORD.model_copy(update=changes))
+    return storage
+
+
+@pytest.mark.parametrize(
+    ("given", "run_id"),
+    [(OTTER, OTTER), ("wild", SKUA), ("latest", NEWER_OTTER), ("calm-otter-5", NEWER_OTTER)],
+)
+def test_a_run_is_named_whole_by_its_beginning_or_as_the_latest(
+    storage: DirectoryStorage, given: str, run_id: str
+) -> None:
+    """The latest is that of all experiments, whatever their names."""
+    assert find_run(storage, given) == run_id
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("calm", f"2 runs begin with calm: {NEWER_OTTER}, {OTTER}"),
+        ("wild-sku-1234", f"did you mean {SKUA}?"),
+        ("x", "`prefect-torch-ddp runs` shows them"),
+    ],
+)
+def test_no_run_is_guessed(storage: DirectoryStorage, given: str, says: str) -> None:
+    """What may be meant is named instead."""
+    with pytest.raises(InvalidParamsError) as caught:
+        find_run(storage, given)
+    assert says in str(caught.value)
+
+
+def test_an_empty_storage_says_so(tmp_path: Path) -> None:
+    """And how to name another one."""
+    with pytest.raises(InvalidParamsError, match=r"there is no run in .*; --storage"):
+        find_run(DirectoryStorage(tmp_path), "latest")

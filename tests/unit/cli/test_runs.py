@@ -1,0 +1,65 @@
+"""What `runs` and `show` print of a record."""
+
+from datetime import timedelta
+
+from prefect_torch_ddp.cli.runs import aligned, facts, row
+from prefect_torch_ddp.results import in_lines
+from tests.support.pages import BEGAN, MODEL, RECORD, RUN, evaluation
+
+DONE = RECORD.model_copy(
+    update={
+        "state": "completed",
+        "ended": BEGAN + timedelta(seconds=3725),
+        "num_steps": 4200,
+        "num_epochs": 10,
+        "metrics": {"loss": 0.123456},
+        "options": {"lr": 0.1},
+        "evaluation": evaluation(),
+        "model_uris": MODEL,
+        "flow_run_id": "f0",
+    }
+)
+
+
+def test_a_completed_run_is_shown_in_some_ten_lines() -> None:
+    """Its state, score, what it took, model, report, and how to continue it."""
+    lines = in_lines(facts(DONE, "s3://bucket/runs/r/report.html", "s3://bucket")).splitlines()
+    began = f"{BEGAN.astimezone():%Y-%m-%d %H:%M}"
+    assert lines == [
+        f"run         {RUN}, completed",
+        "score       accuracy 0.875, loss 0.25 on 8 samples",
+        "trained     4,200 steps in 10 epochs on 2 ranks, 2 attempts",
+        f"began       {began}, took 1 h 2 min",
+        "workload    digits, commit abc123 with changes",
+        "options     lr=0.1",
+        "last        loss 0.1235",
+        "model       s3://bucket/runs/r/model.pt",
+        "report      s3://bucket/runs/r/report.html",
+        "in Prefect  flow run f0",
+        f"continue    prefect-torch-ddp resume {RUN} -o NAME=VALUE --storage s3://bucket",
+    ]
+
+
+def test_a_failed_run_says_its_cause_first() -> None:
+    """And is continued without another word."""
+    failed = RECORD.model_copy(update={"state": "failed", "cause": "ValueError: boom"})
+    lines = in_lines(facts(failed, "", "~/prefect-torch-ddp")).splitlines()
+    assert lines[:2] == [f"run         {RUN}, failed", "cause       ValueError: boom"]
+    assert lines[-1] == f"continue    prefect-torch-ddp resume {RUN}"
+
+
+def test_a_task_is_not_continued_from_here() -> None:
+    """Its record doesn't have all that it takes."""
+    shown = dict(facts(RECORD.model_copy(update={"dataset": None}), "", "x"))
+    assert shown["continue"] == ""
+
+
+def test_rows_stand_below_one_another() -> None:
+    """A run that has only begun has empty values."""
+    lines = aligned([("RUN", "STATE"), row(DONE)[:2], row(RECORD)[:2]])
+    assert lines == [
+        "RUN                  STATE",
+        f"{RUN}  completed",
+        f"{RUN}  training",
+    ]
+    assert row(RECORD)[3:7] == ("", "2", "", "")
