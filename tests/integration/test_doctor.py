@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -127,3 +128,53 @@ def test_versions_that_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             pytest.raises(VersionConflictError, match=r"here.*99\.0 on tcp"),
         ):
             run_gang(client, "os:getpid", world_size=1)
+
+
+SLURM = """
+cluster_class: dask_jobqueue.SLURMCluster
+cluster_kwargs:
+  n_workers: 4
+  cores: 8
+  memory: 32GB
+  queue: batch
+  interface: lo
+  job_extra_directives: [--signal=B:USR1@120]
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        (SLURM, 1, ["#SBATCH -p batch", "--signal=B:USR1@120", "there is no sbatch here"]),
+        (SLURM.replace("lo\n", "nowhere0\n"), 1, ["can't be made", "'nowhere0' is not a valid"]),
+        (SLURM.replace(" queue", " qeue"), 1, ["unexpected keyword argument 'qeue'"]),
+        (SLURM.replace("SLURM", "SLRM"), 1, ["'dask_jobqueue.SLRMCluster' can't be imported"]),
+        (SLURM.replace("cluster_kwargs", "kwargs"), 2, ["there is no option kwargs; did you"]),
+        ("- a list", 2, ["has no names and values"]),
+        ("cluster_class: [", 2, ["can't be read"]),
+    ],
+    ids=["fine", "interface", "argument", "class", "name", "a list", "no YAML"],
+)
+def test_a_batch_systems_file_is_looked_at_without_a_job(
+    tmp_path: Path, text: str, status: int, says: list[str]
+) -> None:
+    """Its job script is shown; what is wrong with it, or with this machine, is named."""
+    file = tmp_path / "slurm.yaml"
+    file.write_text(text, encoding="utf-8")
+    command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))
+    assert command is not None
+    # No batch system, whatever this machine has.
+    path = {"PATH": f"{Path(sys.executable).parent}"}
+    done = subprocess.run(
+        [command, "doctor", "--cluster-file", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env={**os.environ, **path, "COLUMNS": "200"},
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    for said in says:
+        assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
