@@ -353,6 +353,7 @@ class TrainReport(Result):
             ("run", self.run_id),
             ("model", self.model_uri or ""),
             ("checkpoint", f"step {self.checkpoint.step}"),
+            ("report", self.report_uri or ""),
             ("in Prefect", self.flow_run_url or ""),
             ("continue", f"{again} or: prefect-torch-ddp resume {self.run_id}"),
         ]

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -57,18 +57,22 @@ def metrics(
     run: RunArgument,
     storage: StorageOption = STORAGE,
     csv: Annotated[bool, typer.Option("--csv", help="All rows, as CSV.")] = False,
+    by: Annotated[
+        Literal["step", "record"],
+        typer.Option(metavar="BY", help="step: the mean over the ranks; record: each rank's."),
+    ] = "step",
     all_attempts: Annotated[
         bool, typer.Option("--all-attempts", help="Also of steps that were done again.")
     ] = False,
 ) -> None:
     """Print the metrics of a run.
 
-    A row for each record: the last 20, or all of them as CSV.
+    A row for each step: the last 20, or all of them as CSV.
     """
     from prefect_torch_ddp.tracking.runs import read_metrics, storage_of
 
     place = storage_of(storage)
-    frame = read_metrics(place, find_run(place, run), all_attempts=all_attempts)
+    frame = read_metrics(place, find_run(place, run), all_attempts=all_attempts, by=by)
     if csv:
         frame.to_csv(sys.stdout, index=False)
     else:

@@ -4,6 +4,7 @@ from prefect_torch_ddp import Report
 from tests.support.pages import LAST, MODEL, RUN, TRAINING, evaluation, report
 
 URL = "http://127.0.0.1:4200/runs/flow-run/1?a=1&b=2"
+HTML = "s3://bucket/runs/r/report.html"
 FAILED = {"attempt": 1, "world_size": 4, "step": 3, "summary": "ValueError: boom\nmore"}
 PRINTED = f"""\
 score       accuracy 0.875, loss 0.25 on 8 samples
@@ -13,6 +14,7 @@ failed      1 attempt, last: ValueError: boom
 run         {RUN}
 model       s3://bucket/runs/r/model.pt
 checkpoint  step {LAST["step"]}
+report      s3://bucket/runs/r/report.html
 in Prefect  {URL}
 continue    TrainParams(..., resume_from="{RUN}") or: prefect-torch-ddp resume {RUN}"""
 
@@ -20,7 +22,7 @@ continue    TrainParams(..., resume_from="{RUN}") or: prefect-torch-ddp resume {
 def test_a_report_prints_in_some_ten_lines() -> None:
     """Score, steps, time, model, where it is in Prefect, how to continue."""
     training = {**TRAINING, "failures": (FAILED,), "model_uris": MODEL}
-    assert str(report(training=training, flow_run_url=URL)) == PRINTED
+    assert str(report(training=training, flow_run_url=URL, report_uri=HTML)) == PRINTED
 
 
 def test_a_notebook_shows_a_table_with_links_and_nothing_else() -> None:
