@@ -119,14 +119,25 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return DatasetFile(key=key, num_bytes=path.stat().st_size, sha256=sha256)
 
-    files = tuple(sorted(in_parallel(scan, paths), key=lambda file: file.key))
-    num_bytes = sum(file.num_bytes for file in files)
+    return manifest_of(dataset_id, folder.name, in_parallel(scan, paths))
+
+
+def manifest_of(dataset_id: str, folder: str, files: Iterable[DatasetFile]) -> DatasetManifest:
+    """Return the manifest of these files.
+
+    Raises:
+        StorageError: there is none.
+    """
+    ordered = tuple(sorted(files, key=lambda file: file.key))
+    if not ordered:
+        msg = f"dataset {dataset_id} is empty: nothing was written for it"
+        raise StorageError(msg)
     return DatasetManifest(
         dataset_id=dataset_id,
-        digest=_dataset_digest(files),
-        num_bytes=num_bytes,
-        folder=folder.name,
-        files=files,
+        digest=_dataset_digest(ordered),
+        num_bytes=sum(file.num_bytes for file in ordered),
+        folder=folder,
+        files=ordered,
     )
 
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -18,6 +18,7 @@ from prefect_torch_ddp.data.dataset_manifest import (
     dataset_key,
     in_parallel,
     manifest_key,
+    manifest_of,
     published_manifest,
     read_manifest,
     scan_folder,
@@ -82,6 +83,40 @@ def publish_dataset(
     return find_dataset(storage, dataset_id) or manifest.report(storage)
 
 
+def new_files_folder(dataset_id: str) -> tuple[str, str]:
+    """Return the name and the key of a folder of a dataset's files that nobody else writes to."""
+    folder = f"files-{uuid.uuid4().hex}"
+    return folder, f"{dataset_key(dataset_id)}/{folder}"
+
+
+def publish_written(
+    storage: Storage, dataset_id: str, folder: str, files: Iterable[DatasetFile]
+) -> DatasetReport:
+    """Publish a dataset whose files are in the storage already; return what the storage holds.
+
+    What is published already stays. Files of the dataset that its manifest doesn't name are
+    removed: those of killed writers, or these where another publisher was faster.
+
+    Args:
+        storage: has the files.
+        dataset_id: letters, digits, dots, dashes and underscores.
+        folder: from `new_files_folder`.
+        files: in this folder.
+
+    Raises:
+        StorageError: there is no file, or the storage failed.
+    """
+    manifest = manifest_of(dataset_id, folder, files)
+    _commit(storage, manifest)
+    return find_dataset(storage, dataset_id) or manifest.report(storage)
+
+
+def drop_files(storage: Storage, dataset_id: str, folder: str) -> None:
+    """Remove a folder of files that is never to be published."""
+    found = [item.key for item in storage.list(f"{dataset_key(dataset_id)}/{folder}/")]
+    in_parallel(storage.delete, found)
+
+
 def local_dataset(storage: Storage, dataset_id: str) -> Path:
     """Return a local folder that holds a published dataset, a verified copy if need be.
 
@@ -128,12 +163,18 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
         storage.write(own + file.key, (folder / file.key).read_bytes())
 
     in_parallel(upload, manifest.files, _threads_for(manifest))
+    _commit(storage, manifest)
+
+
+def _commit(storage: Storage, manifest: DatasetManifest) -> None:
     is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), manifest.to_bytes())
     # The manifest names one publisher's files; nobody can use what any other has written, was
     # killed while it wrote, or still writes.
+    own = f"{manifest.files_key}/"
+    named = {own + file.key for file in manifest.files} if is_first else set()
     every = f"{dataset_key(manifest.dataset_id)}/files-"
     found = [item.key for item in storage.list(every if is_first else own)]
-    in_parallel(storage.delete, [key for key in found if not (is_first and key.startswith(own))])
+    in_parallel(storage.delete, [key for key in found if key not in named])
     # Last, since it takes rights that nothing else does; the dataset is published by now.
     if is_first:
         storage.drop_unfinished(every, lambda key: not key.startswith(own))

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cloudpickle
 from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
+from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
@@ -47,13 +49,15 @@ def run_task(*call: Any) -> Any:
     return value if RankInfo.from_environment().rank == 0 else None
 
 
-def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dict[str, Any]:
+def run_stage(
+    config: RankConfig, workload: str
+) -> DatasetReport | LazyDataset | Report | dict[str, Any]:
     """Run the stage of a workload, `package.module` or `package.module:object`.
 
     Returns:
-        The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`,
-        what `ContextParts.outcome` gives, and `model_uris`; checkpoints are None, and models
-        missing, except on rank 0.
+        The DatasetReport of prepare, or the Dask DataFrame that it returned; the Report of
+        evaluate; or of train a dict with `value`, what `ContextParts.outcome` gives, and
+        `model_uris`; checkpoints are None, and models missing, except on rank 0.
 
     Raises:
         InvalidParamsError: the workload has no such function.
@@ -108,16 +112,50 @@ def _parts(config: RankConfig, data: Path | None = None) -> ContextParts:
     return ContextParts(config, info, current_link(), device=current_device(), folder=data)
 
 
-def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
+def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport | LazyDataset:
     if config.dataset_id is None:
         msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
         raise InvalidParamsError(msg)
 
     def write(folder: Path) -> None:
         with RankContext(_parts(config, data=folder)) as context:
-            function(context)
+            value = function(context)
+        if (lazy := _lazy_dataset(value)) is None:
+            return
+        if any(folder.iterdir()):
+            msg = (
+                "prepare wrote files to ctx.data and returned a Dask collection: do one of the two"
+            )
+            raise InvalidParamsError(msg)
+        raise _ReturnedLazyError(lazy)
 
-    return publish_dataset(config.storage, config.dataset_id, write)
+    try:
+        return publish_dataset(config.storage, config.dataset_id, write)
+    except _ReturnedLazyError as returned:
+        return returned.dataset
+
+
+class _ReturnedLazyError(Exception):
+    """Leaves the folder that files are prepared in: there are none."""
+
+    def __init__(self, dataset: LazyDataset) -> None:
+        super().__init__()
+        self.dataset = dataset
+
+
+def _lazy_dataset(value: object) -> LazyDataset | None:
+    """Return a Dask DataFrame pickled; refuse another collection, which nobody would write."""
+    # By Dask's own protocol: a rank doesn't load Dask to look.
+    if not hasattr(type(value), "__dask_graph__"):
+        return None
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not (kind.startswith("dask.") and type(value).__name__ == "DataFrame"):
+        msg = (
+            f"prepare returned a {kind}; of Dask's collections only a DataFrame is written: make "
+            "one of it, or write files to ctx.data"
+        )
+        raise InvalidParamsError(msg)
+    return LazyDataset(kind, cloudpickle.dumps(value))
 
 
 def _report(value: Any, workload: str) -> Report:

@@ -7,7 +7,10 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
 from prefect_torch_ddp.tasks.train_run import Run
@@ -34,7 +37,13 @@ def prepare(run: Run) -> DatasetReport:
 
 def _prepare(run: Run) -> DatasetReport:
     config = run.rank_config("prepare", attempt=1)
-    made = DatasetReport.model_validate(run_stage(run, config, 1, "logs/prepare"))
+    returned = run_stage(run, config, 1, "logs/prepare")
+    if isinstance(returned, LazyDataset):
+        with current_client() as client:
+            returned = publish_computed(
+                client, run.storage, run.dataset_id, returned, get_run_logger()
+            )
+    made = DatasetReport.model_validate(returned)
     words = "prepared dataset %s (%s files, %s) at %s"
     extent = count(made.num_files), size(made.num_bytes)
     get_run_logger().info(words, made.dataset_id, *extent, made.uri)

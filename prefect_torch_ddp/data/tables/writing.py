@@ -1,0 +1,60 @@
+"""Writing a part of a dataset as Parquet, on the Dask worker that computed it; loads no torch."""
+
+import hashlib
+import uuid
+from typing import Any
+
+from prefect_torch_ddp.data.dataset_manifest import DatasetFile
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
+
+ROW_GROUP_ROWS = 16_384
+"""Small enough that a window of `table()` mixes rows of several."""
+
+
+def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> DatasetFile | None:
+    """Write a partition as a Parquet file; returns None for one without rows, which has no file.
+
+    The file's name is this call's own, so that of two workers which compute one partition, since
+    one counts as lost, neither writes over the other's file.
+
+    Args:
+        frame: a pandas DataFrame; its index isn't written.
+        storage: of the dataset.
+        files_key: the folder of files.
+        number: of the partition, by which files are sorted.
+
+    Raises:
+        InvalidParamsError: pyarrow can't write it; names the partition.
+        StorageError: the storage failed.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    if not len(frame):
+        return None
+    try:
+        rows = pa.Table.from_pandas(frame, preserve_index=False)
+        buffer = pa.BufferOutputStream()
+        pq.write_table(
+            rows,
+            buffer,
+            row_group_size=ROW_GROUP_ROWS,
+            compression="zstd",
+            # Of numbers a dictionary costs more than it saves.
+            use_dictionary=[field.name for field in rows.schema if not _is_number(field.type)],
+        )
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        msg = f"partition {number} of what prepare returned can't be written as Parquet: {error}"
+        raise InvalidParamsError(msg) from error
+    content = memoryview(buffer.getvalue())
+    key = f"part-{number:06d}-{uuid.uuid4().hex[:8]}.parquet"
+    storage.write(f"{files_key}/{key}", content)
+    digest = hashlib.sha256(content).hexdigest()
+    return DatasetFile(key=key, num_bytes=len(content), sha256=digest)
+
+
+def _is_number(type_: Any) -> bool:
+    from pyarrow import types  # noqa: PLC0415
+
+    return bool(types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_))

@@ -1,0 +1,16 @@
+"""What a rank that prepares a dataset sends its caller if Dask is to compute the dataset."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LazyDataset:
+    """A Dask collection that a workload's `prepare` returned: not computed yet, and pickled.
+
+    A rank doesn't load Dask by itself, so the caller unpickles it, on a Dask worker.
+    """
+
+    kind: str
+    """Its class, with the module."""
+    pickled: bytes
+    """By cloudpickle."""

@@ -1,0 +1,121 @@
+"""A dataset that Dask computes: written by the workers, whole or not there, and trained on."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
+import dask.dataframe as dd
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
+from prefect_torch_ddp.data import table
+from prefect_torch_ddp.data.dataset_store import find_dataset, local_dataset
+from prefect_torch_ddp.protocol.prepared import LazyDataset
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.support.gangs import own_cluster
+from tests.unit.data.test_loader import loader_of
+from tests.workloads.dask_parts import META, failing_part, part
+
+pytestmark = pytest.mark.timeout(200)
+logger = logging.getLogger("test")
+
+
+def lazy(make, num: int = 6) -> LazyDataset:
+    """Return a Dask DataFrame of as many partitions, as a rank sends it."""
+    frame = dd.from_map(make, range(num), meta=META)
+    return LazyDataset("dask.dataframe.DataFrame", cloudpickle.dumps(frame))
+
+
+def rows_of(storage, dataset_id: str) -> list[int]:
+    """Return the rows of a published dataset, in order."""
+    rows = table(local_dataset(storage, dataset_id), categories={"kind": ["even", "odd"]})
+    (batch,) = loader_of(rows, len(rows), shuffle=False)
+    assert batch["kind"].tolist() == [n % 2 for n in batch["number"].tolist()]
+    return batch["number"].tolist()
+
+
+EXPECTED = [n for n in range(600) if not 200 <= n < 300]
+
+
+@pytest.fixture
+def client(dask_cluster):
+    """Give a client that the test closes: a flow refuses to start beside an open one."""
+    with Client(dask_cluster) as client:
+        yield client
+
+
+@pytest.fixture(params=["directory", "s3"])
+def storage(request, s3_server, tmp_path, monkeypatch):
+    """Give an empty storage of each kind, and caches of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return DirectoryStorage(tmp_path) if request.param == "directory" else s3_server.storage()
+
+
+def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
+    """In the order of the partitions, an empty one has none; what was published first stays."""
+    caplog.set_level(logging.INFO)
+    made = publish_computed(client, storage, "d", lazy(part), logger)
+    assert made.num_files == 5
+    assert rows_of(storage, "d") == EXPECTED
+    assert "prepared 6 of 6 partitions" in caplog.text
+    again = publish_computed(client, storage, "d", lazy(part, 2), logger)
+    assert again == made
+    assert len(list(storage.list("datasets/d/files"))) == 5
+
+
+@pytest.mark.extended
+def test_a_killed_worker_costs_only_its_partitions(tmp_path) -> None:
+    """On a cluster that allows no failure: the lost ones are computed again, and nothing is left
+    over or there twice."""
+    storage = DirectoryStorage(tmp_path / "store")
+    options = {"scheduler_kwargs": {"allowed_failures": 0}}
+    with own_cluster(2, **options) as (_, client):
+        made = publish_computed(
+            client, storage, "d", lazy(partial(part, dies_in=str(tmp_path))), logger
+        )
+    assert (tmp_path / "died").exists()
+    assert rows_of(storage, "d") == EXPECTED
+    assert len(list(storage.list("datasets/d/files"))) == made.num_files == 5
+
+
+def test_an_error_in_a_partition_is_the_users_and_leaves_nothing(client, tmp_path) -> None:
+    """No dataset is there; what another worker still wrote goes with the next publication."""
+    storage = DirectoryStorage(tmp_path)
+    with pytest.raises(ValueError, match="partition 1 can't be cleaned"):
+        publish_computed(client, storage, "d", lazy(failing_part), logger)
+    assert find_dataset(storage, "d") is None
+    made = publish_computed(client, storage, "d", lazy(part), logger)
+    assert len(list(storage.list("datasets/d/files"))) == made.num_files == 5
+
+
+@pytest.mark.extended
+def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) -> None:
+    """A column of complex numbers."""
+    storage = DirectoryStorage(tmp_path)
+    frame = dd.from_map(mixed_part, range(2), meta={"odd": "complex128"})
+    pickled = LazyDataset("dask.dataframe.DataFrame", cloudpickle.dumps(frame))
+    with pytest.raises(InvalidParamsError, match=r"partition [01] .* can't be written as Parquet"):
+        publish_computed(client, storage, "d", pickled, logger)
+
+
+def mixed_part(number: int):
+    """Return what has no type in Parquet."""
+    import pandas as pd
+
+    return pd.DataFrame({"odd": [complex(number, 1)]})
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_flow_trains_on_what_dask_computed(shared: ClusterParams, tmp_path: Path) -> None:
+    """Prepare returns a Dask DataFrame; the second run finds the dataset."""
+    params = TrainParams(
+        workload="tests.workloads.dask_table", storage=str(tmp_path), cluster=shared, ledger=True
+    )
+    report = train_flow(params)
+    assert report.dataset.num_files == 5
+    assert report.training.value["rows"] == 500
+    assert train_flow(params).dataset == report.dataset
