@@ -15,10 +15,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
+# Without --quiet, which would hide warnings from --strict too. Silent about the theme's end of life, 2027-05; Zensical, which follows it, reads the same mkdocs.yml.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train nightly stop test lint integration chaos gpu wheel bench clean system-packages
+.PHONY: help train nightly stop test lint docs integration chaos gpu wheel bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,11 +41,15 @@ test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real 
 	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) tests/integration -m "not extended" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
-lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
+lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and the manual
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MKDOCS) build --strict
+
+docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.html; ARGS=serve shows it while you write
+	$(MKDOCS) $(or $(ARGS),build) --strict
 
 integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 16 minutes
 	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
@@ -92,6 +98,10 @@ $(VENV)/.installed: $(INPUTS) | $(BIN)/python
 
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
 	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: $(INPUTS) | $(BIN)/python
+	$(INSTALL) --editable '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:

@@ -43,12 +43,22 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         params: the parameters of the run; see TrainParams.
 
     Raises:
-        InvalidParamsError, StorageError: something given can't work; raised before a rank
-        starts.
+        InvalidParamsError: something given can't work; raised before a rank starts.
+        StorageError: the storage can't be used; raised before a rank starts, too.
         RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and
             cause.
         CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and
             wrote its checkpoint.
+
+    Example:
+        Two ranks on this machine, the weights and the scores in `~/prefect-torch-ddp`:
+
+            from prefect_torch_ddp import TrainParams, train_flow
+
+            if __name__ == "__main__":
+                params = TrainParams(workload="prefect_torch_ddp.examples.digits", world_size=2)
+                report = train_flow(params)
+                print(report.evaluation.accuracy, report.model_uri)
     """
     try:
         return _run(Run.from_params(params))

@@ -18,7 +18,8 @@ from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
-from prefect_torch_ddp.params import GangOptions
+from prefect_torch_ddp.option_lines import add_option_lines
+from prefect_torch_ddp.params import GangOptions, GangParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode, is_script
@@ -56,7 +57,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         attempt: number of the first attempt; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
         attempt_log: numbers the attempts instead, and keeps failures beyond this call.
         on_event: called in this thread for every event; by default the ranks' lines are logged.
-        **options: those of `GangParams`, which explains each and has the defaults.
+        **options: those at the end, with their defaults.
 
     Returns:
         What `fn` returned on each rank, in rank order; CUDA tensors come back on the CPU.
@@ -68,6 +69,23 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         WorkerLostError: a Dask worker that held ranks is gone.
         GangHungError: the ranks made no progress; says who did not arrive, and where it is.
         GangCancelledError: the gang was cancelled from outside; says by what, and what is saved.
+
+    Example:
+        The sum of `0 + 1`, on each of two ranks; the function may live in the same file:
+
+            import torch
+            import torch.distributed as dist
+            from distributed import Client, LocalCluster
+            from prefect_torch_ddp import run_gang
+
+            def total() -> float:
+                value = torch.tensor(float(dist.get_rank()))
+                dist.all_reduce(value)
+                return value.item()
+
+            if __name__ == "__main__":
+                with LocalCluster(n_workers=2, threads_per_worker=1) as cluster:
+                    print(run_gang(Client(cluster), total, world_size=2))  # [1.0, 1.0]
     """
     check_client(client)
     call = fn if isinstance(fn, Call) else Call(fn)
@@ -88,6 +106,9 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     refuse_held_resources(plan.resources)
     leave_thread()
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
+
+
+add_option_lines(run_gang, GangParams, GangOptions.__annotations__)
 
 
 def _plan(call: Call, name: str, given: CallParams, log: AttemptLog) -> GangPlan:

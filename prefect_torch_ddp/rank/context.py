@@ -35,17 +35,20 @@ class RankContext:
 
     Every method is optional. Every rank must pass the same models and objects under the same names,
     give the loader and the loop the same arguments, and request checkpoints in the same steps.
-    Metrics, files and a request to stop may come from any rank. A training is plain PyTorch:
+    Metrics, files and a request to stop may come from any rank.
 
-        model = ctx.wrap(Net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ctx.track(model=model, optimizer=optimizer)
-        for images, labels in ctx.steps(ctx.loader(dataset, global_batch_size=64), epochs=5):
-            loss = cross_entropy(model(images.to(ctx.device)), labels.to(ctx.device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            ctx.report(loss=loss)
+    Example:
+        A training is plain PyTorch:
+
+            model = ctx.wrap(Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ctx.track(model=model, optimizer=optimizer)
+            for images, labels in ctx.steps(ctx.loader(dataset, global_batch_size=64), epochs=5):
+                loss = cross_entropy(model(images.to(ctx.device)), labels.to(ctx.device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                ctx.report(loss=loss)
     """
 
     def __init__(self, parts: ContextParts) -> None:
@@ -383,9 +386,6 @@ class RankContext:
     ) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight): exact gradient accumulation, also over uneven shares.
 
-            for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
-                (cross_entropy(model(images), labels) * weight).backward()
-
         The gradient is that of the mean loss over the global batch; the ranks sum it only
         in the last backward pass. With a GradScaler, scale each weighted loss; after the loop
         unscale, then clip, then step. The rank's mean loss, to report, is
@@ -400,6 +400,14 @@ class RankContext:
 
         Raises:
             InvalidParamsError: the batch can't be cut; names the part.
+
+        Example:
+            At most 32 samples at a time:
+
+                optimizer.zero_grad()
+                for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
+                    (cross_entropy(model(images), labels) * weight).backward()
+                optimizer.step()
         """
         return self._parts.gradients.micro_batches(batch, max_samples)
 

@@ -35,6 +35,14 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
 
     Raises:
         InvalidParamsError: it names none; says what to write instead.
+
+    Example:
+        The names of all runs in a bucket of a store that isn't AWS:
+
+            from prefect_torch_ddp import storage_from_uri
+
+            storage = storage_from_uri("s3://bucket/prefix", endpoint_url="http://10.0.0.5:9000")
+            print({found.key.split("/")[1] for found in storage.list("runs/")})
     """
     if not uri.strip() or "\0" in uri:
         msg = f"{uri!r} names no storage; {WRITE_INSTEAD}"

@@ -28,9 +28,6 @@ def ddp_script(
     `train("--seed", 1)`. In the script `current_context()` returns its RankContext, and None under
     torchrun.
 
-        train = ddp_script("train.py", ["--lr", 0.1], resume_args=["--resume"], world_size=2,
-                           retries=2)
-
     Args:
         script: its path, which every worker has to reach, or `"-m package.module"`. A relative path
             is one of the directory where this is called.
@@ -46,6 +43,15 @@ def ddp_script(
     Raises:
         InvalidParamsError: an option is unknown or can't be so; `script` names no script, or, when
             the task is called, a file that isn't there.
+
+    Example:
+        What torchrun would be given, as a task for two ranks:
+
+            from prefect_torch_ddp import ddp_script
+
+            train = ddp_script(
+                "train.py", ["--lr", 0.1], resume_args=["--resume"], world_size=2, retries=2
+            )
     """
     named = os.fspath(script)
     if not is_script(named):

@@ -20,6 +20,7 @@ from prefect_torch_ddp.blocks import absolute_reference
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
+from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.params import ContextOptions
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
@@ -68,12 +69,32 @@ def ddp_task(
     Args:
         fn: the function, when the decorator is written without parentheses.
         **options: Prefect's own task options (retries, retry_delay_seconds, tags,
-            timeout_seconds, ...) and ours, which TaskParams and its bases explain: world_size,
-            run_key, process_group, storage, seed, options, checkpoint, resume_from, determinism,
-            virtual_ranks, ledger, and the options of `run_gang`.
+            timeout_seconds, ...) and ours, those at the end with their defaults.
 
     Raises:
         InvalidParamsError: an option is unknown or can't be so.
+
+    Example:
+        A task that two ranks train, in a flow of yours:
+
+            from prefect_torch_ddp import RankContext, ddp_task
+
+            @ddp_task(world_size=2, retries=2)
+            def fit(ctx: RankContext, lr: float) -> float:
+                model = ctx.wrap(torch.nn.Linear(1, 1))
+                optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+                ctx.track(model=model, optimizer=optimizer)
+                loader = ctx.loader(dataset(), global_batch_size=16)
+                for inputs, targets in ctx.steps(loader, epochs=20):
+                    loss = mse_loss(model(inputs), targets)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                return loss.item()
+
+            @flow(task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": 2}))
+            def nightly() -> float:
+                return fit.submit(lr=0.1).result()
     """
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
@@ -95,6 +116,9 @@ def ddp_task(
     ours, prefects = _parted(options)
     params = checked(TaskParams, ours)
     return decorate if fn is None else decorate(fn)
+
+
+add_option_lines(ddp_task, TaskParams, TaskParams.model_fields)
 
 
 def _parted(options: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -50,6 +50,14 @@ def read_metrics(
     Raises:
         InvalidParamsError: there is no such run, `by` is neither, or pandas isn't installed.
         StorageError: the storage can't be read.
+
+    Example:
+        The mean loss of each epoch:
+
+            from prefect_torch_ddp import read_metrics
+
+            metrics = read_metrics("s3://bucket/prefix", run_id)
+            metrics.groupby("epoch").loss.mean()
     """
     if by not in ("record", "step"):
         msg = f"read_metrics has by={by!r}; give 'record' or 'step'"
@@ -126,6 +134,14 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     Raises:
         InvalidParamsError: pandas isn't installed.
         StorageError: the storage can't be read.
+
+    Example:
+        The best accuracy of each experiment:
+
+            from prefect_torch_ddp import list_runs
+
+            runs = list_runs("~/prefect-torch-ddp")
+            runs[runs.state == "completed"].groupby("experiment").accuracy.max()
     """
     pd = import_pandas("list_runs")
     rows = [_row(record) for record in list_records(storage_of(storage), experiment)]

@@ -33,6 +33,19 @@ PINS = [
 DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]
 
 
+def test_ci_and_commits_are_checked_by_what_the_makefile_calls() -> None:
+    """CI runs `.ci/run` and `make docs`; each command of a commit's hook is in `make lint`."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    assert any(command.endswith(" .ci/run") for command in commands)
+    assert "make docs" in commands
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    lint = (ROOT / "Makefile").read_text().replace("$(BIN)", ".venv/bin")
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in repo["hooks"]]
+    assert len(entries) == 3
+    assert all(f"\t{entry}" in lint for entry in entries), entries
+
+
 def test_constraints_are_names_and_versions_alone() -> None:
     """No address, no path, no editable project: the file works on any machine."""
     odd = [pin for pin in PINS if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin)]
@@ -62,14 +75,18 @@ def imported_tops(tree: ast.AST) -> set[str]:
 
 
 def test_constraints_satisfy_the_project() -> None:
-    """Every dependency, of the dev extra too, is pinned within the range that pyproject
+    """Every dependency, of the extras dev and docs too, is pinned within the range that pyproject
     promises."""
     pins = {
         name.lower().replace("_", "-"): Version(version)
         for name, _, version in (pin.partition("==") for pin in PINS)
     }
-    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
+    extras = PROJECT["optional-dependencies"]
+    assert "prefect-torch-ddp[docs]" in extras["dev"]
+    for text in {*PROJECT["dependencies"], *extras["dev"], *extras["docs"]}:
         wanted = Requirement(text)
+        if wanted.name == PROJECT["name"]:
+            continue  # what another extra has
         assert pins[wanted.name.lower()] in wanted.specifier, wanted.name
 
 

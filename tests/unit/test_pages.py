@@ -1,14 +1,23 @@
-"""The pages: tables name tests that exist, docs/api.md is current, what is linked is there."""
+"""The pages: tables name tests that exist, every public name is in the manual, links lead there."""
 
+import ast
+import inspect
 import re
+import textwrap
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import pytest
 
+import prefect_torch_ddp
+import prefect_torch_ddp.data
+from prefect_torch_ddp import CheckpointParams, TrainParams, ddp_task, run_gang
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, DatasetManifest
+from prefect_torch_ddp.option_lines import option_lines
+from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.rank.training.loop_progress import Position
 from prefect_torch_ddp.rank.training.numbers import OwnSaves
@@ -25,7 +34,7 @@ from prefect_torch_ddp.results import (
     Report,
     TrainingSummary,
 )
-from tests.api_page import PAGE, page
+from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 
 ROOT = Path(__file__).parents[2]
 README, FAULTS, SECURITY = (
@@ -53,9 +62,96 @@ def test_each_row_names_a_test_or_says_that_there_is_none() -> None:
         assert "no test yet" in shown_by or re.search(r"`test_\w+`", shown_by), row
 
 
-def test_the_api_page_is_what_the_docstrings_say() -> None:
-    """After a change of a public name, signature or docstring: `python -m tests.api_page`."""
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.api_page`"
+DOORS = (prefect_torch_ddp, prefect_torch_ddp.data)
+NAMES = {name: getattr(door, name) for door in DOORS for name in door.__all__}
+del NAMES["__version__"]
+
+
+def test_every_public_name_is_once_in_the_manual() -> None:
+    """docs/api.md has each public name, under the package that it is imported from."""
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: (?:\w+\.)+(\w+)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted(NAMES)
+
+
+def _documented() -> Iterator[tuple[str, Any]]:
+    """Yield every public name, and the public members of those that are classes of this package."""
+    for name, value in NAMES.items():
+        yield name, value
+        for member, found in vars(value).items() if isinstance(value, type) else ():
+            kinds = property | classmethod | staticmethod
+            if not member.startswith("_") and (
+                inspect.isfunction(found) or isinstance(found, kinds)
+            ):
+                yield f"{name}.{member}", found
+
+
+@pytest.mark.parametrize(("name", "value"), [*_documented()])
+def test_every_public_name_is_documented(name: str, value: Any) -> None:
+    """It has a docstring; an example in it is Python whose public names and options exist."""
+    text = inspect.getdoc(value)
+    assert text, name
+    _, _, example = text.partition("\nExample:\n")
+    own = re.split(r"^(?=\S)", example, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line for line in own.splitlines() if not line.strip() or line.startswith(" " * 8)]
+    _check_example(textwrap.dedent("\n".join(lines)))
+
+
+MOST_USED = (
+    *("run_gang", "ddp_task", "train_flow", "RankContext", "ddp_script", "read_metrics"),
+    *("list_runs", "ClassificationMeter", "storage_from_uri", "image_folder"),
+)
+
+
+@pytest.mark.parametrize("name", MOST_USED)
+def test_what_is_used_most_has_an_example(name: str) -> None:
+    """`help` of the ten names that most programs use shows how."""
+    assert "\nExample:\n" in str(inspect.getdoc(NAMES[name]))
+
+
+def _check_example(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("prefect_torch_ddp"):
+            assert {alias.name for alias in node.names} <= NAMES.keys()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
+            given = {keyword.arg for keyword in node.keywords if keyword.arg}
+            assert not _unknown(given, NAMES[node.func.id]), ast.unparse(node)
+
+
+def _unknown(given: set[str], value: Any) -> set[str]:
+    """Return which of these arguments a public name doesn't take, as a parameter or an option."""
+    parameters = inspect.signature(inspect.unwrap(getattr(value, "fn", value))).parameters
+    for parameter in parameters.values():
+        if get_origin(parameter.annotation) is Unpack:
+            given = given - get_args(parameter.annotation)[0].__annotations__.keys()
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            return set()
+    return given - parameters.keys()
+
+
+def test_help_of_a_level_lists_its_options() -> None:
+    """`help(run_gang)` and `help(ddp_task)` have each option with its default at that level."""
+    texts = [" ".join(str(inspect.getdoc(level)).split()) for level in (run_gang, ddp_task)]
+    for text, default in zip(texts, ("None", "60.0"), strict=True):
+        found = re.search(r" progress_timeout_s: .*? Default: (\S+)\.", text)
+        assert found
+        assert found[1] == default
+        assert all(f" {name}: " in text for name in GangOptions.__annotations__)
+    assert all(f" {name}: " in texts[1] for name in TaskParams.model_fields)
+
+
+def test_a_line_of_an_option_says_its_unit_default_and_meaning() -> None:
+    """What the table of options and `help` show is made of the declaration."""
+    lines = {line.name: line for line in option_lines(TrainParams)}
+    assert set(lines) == set(TrainParams.model_fields)
+    assert lines["retry_delay_s"] == (
+        *("retry_delay_s", "seconds ≥ 0", "5.0", "Seconds before a retry."),
+    )
+    assert lines["backend"].values == '`"auto"`, `"gloo"`, `"nccl"`'
+    assert lines["max_world_size"].values == "ranks ≥ 1, or `None`"
+    assert lines["checkpoint"][1:3] == ("`CheckpointParams`", "CheckpointParams()")
+    every_s = next(line for line in option_lines(CheckpointParams) if line.name == "every_s")
+    assert every_s.values == 'seconds > 0, or `"auto"`, or `None`'
 
 
 def test_all_three_levels_and_a_workload_are_shown() -> None:
@@ -68,11 +164,12 @@ def test_all_three_levels_and_a_workload_are_shown() -> None:
 def test_pages_are_short_and_links_and_paths_lead_somewhere() -> None:
     """Every file that the README and the documents link to, or name by its path, is there; each
     page but the table of faults has at most 200 lines."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for path in (*pages, ROOT / "tests/faults.md"):
         text = path.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+            is_made = path.parent / target == ROOT / "docs/options.md"  # by docs/site_hooks.py
+            assert is_made or (path.parent / target).exists(), f"{path.name} links to {target}"
         for named in re.findall(r"`([\w/]+/[\w/]+\.(?:py|pyi|yaml|md))`", text):
             found = [folder / named for folder in (ROOT, ROOT / "prefect_torch_ddp")]
             assert any(map(Path.exists, found)), f"{path.name} names {named}"

@@ -251,6 +251,14 @@ def image_folder(
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
             FileNotFoundError.
+
+    Example:
+        Images that are read where the run's source has them:
+
+            from prefect_torch_ddp.data import image_folder
+
+            dataset = image_folder(ctx.source, transform=to_tensor)
+            loader = ctx.loader(dataset, global_batch_size=64)
     """
     access = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
     source, prefix = readable_at(uri, storage, **access)

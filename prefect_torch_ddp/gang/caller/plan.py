@@ -29,7 +29,10 @@ class CallParams(GangParams):
     """The parameters of one run_gang call."""
 
     process_group: ProcessGroupMode = "default"
+    """default: initialised before the function runs; user: the function initialises it from the
+    environment, as under torchrun, which is the default for a script; none: there is none."""
     world_size_divides: Count | None = None
+    """A number that the number of ranks divides in every attempt."""
 
     @model_validator(mode="after")
     def _check_divides(self) -> Self:

@@ -37,6 +37,16 @@ class ClassificationMeter:
     """Count predictions on this rank; sum them up exactly over all ranks.
 
     Only `report` communicates, so ranks may update any number of times, also never.
+
+    Example:
+        In `evaluate`, each rank with its share of the held-out data:
+
+            from prefect_torch_ddp import ClassificationMeter
+
+            meter = ClassificationMeter(["cat", "dog"])
+            for images, targets in loader:
+                meter.update(model(images), targets)
+            return meter.report()
     """
 
     def __init__(self, class_names: Sequence[str]) -> None:

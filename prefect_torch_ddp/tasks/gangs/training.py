@@ -65,8 +65,7 @@ def training_gang(
 def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
     """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
 
-    For `run_gang` in a flow or task of your own: `with gang_report("sweep") as shown:
-    run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
+    For `run_gang` in a flow or task of your own. The ranks' lines go to the run's log.
 
     Args:
         name: what such gangs of this flow or deployment have in common, and are compared by;
@@ -75,6 +74,14 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
 
     Raises:
         InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
+
+    Example:
+        In a flow, with a client of its cluster:
+
+            from prefect_torch_ddp import gang_report, run_gang
+
+            with gang_report("sweep") as shown:
+                run_gang(client, fn, **shown)
     """
     own = resolve_storage(storage or ContextParams().storage)
     own.check_writable()
