@@ -40,7 +40,7 @@ def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
         tmp_path,
         {"world_size": 3},
         {"seed": 1, "options": {"epochs": 3}},
-        {"data_options": {"size": 3}},
+        {"data_options": {"split_seed": 3}},
         raw,
     )
     assert isinstance(plain.storage, DirectoryStorage)
@@ -60,7 +60,9 @@ def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
         pytest.param({"workload": "no.such.module"}, "no.such.module", id="no such workload"),
         pytest.param({"resume_from": "no-such-run"}, "no-such-run", id="no such run"),
         pytest.param({"max_world_size": 4}, "max_world_size is 4", id="a cluster that can't grow"),
-        pytest.param({"data_options": {"a": object()}}, "data_options", id="options not plain"),
+        pytest.param(
+            {"data_options": {"split_seed": object()}}, "data_options", id="options not plain"
+        ),
     ],
 )
 def test_what_can_not_work_is_refused(tmp_path: Path, given: dict[str, Any], says: str) -> None:
