@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import object_key, rank_name, shard_name
+from prefect_torch_ddp.checkpoint.files import OpenFile, close_all, without_doubles
+from prefect_torch_ddp.checkpoint.keys import file_key, object_key, rank_name, shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
@@ -84,6 +85,7 @@ class _Snapshot(NamedTuple):
     sketched: Sketch | None
     metrics: RankMetrics
     stall_s: float
+    files: Sequence[OpenFile] = ()
 
 
 class Checkpointer:
@@ -166,17 +168,7 @@ class Checkpointer:
             InvalidParamsError: an object's state couldn't be read back.
             CheckpointError: see `raise_failure`.
         """
-        self.wait(QUIET_S)
-        if self.is_writing and not self._has_warned:
-            self._has_warned = True
-            text = (
-                "the training waits in step %d until the previous checkpoint is written: the "
-                "storage is slower than they are asked for; ask for fewer, by "
-                "checkpoint.every_steps or every_s"
-            )
-            logger.warning(text, manifest.step)
-        self.wait()
-        self.raise_failure()
+        self._wait_for_turn(manifest.step)
         self._began_s = time.monotonic()
         turn = 2 * manifest.step + is_last
         self._rank_store.set(f"begun/{self._rank}", str(turn))
@@ -191,13 +183,53 @@ class Checkpointer:
             sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
         modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
-        stall_s = time.monotonic() - self._began_s
-        metrics = {
-            name: (value, manifest.reports.get(name, (0, 0)), weights.get(name, 0))
-            for name, value in manifest.metrics.items()
-        }
-        kept = frozenset(modules), list(objects)
-        snapshot = _Snapshot(staged, *kept, sketched, metrics, stall_s)
+        kept = frozenset(modules), list(objects), sketched, _of_rank(manifest, weights)
+        self._start(manifest, turn, _Snapshot(staged, *kept, time.monotonic() - self._began_s))
+
+    def save_files(
+        self,
+        manifest: Manifest,
+        files: Sequence[OpenFile],
+        *,
+        weights: Mapping[str, int] = MappingProxyType({}),
+        stall_s: float = 0.0,
+    ) -> None:
+        """Write a folder's files in the background; waits for the previous checkpoint.
+
+        Args:
+            manifest: as for `save`.
+            files: this rank's; they are closed when they are written.
+            weights: as for `save`.
+            stall_s: how long the training has waited for them to be made.
+
+        Raises:
+            InvalidParamsError: a file of the previous one changed before it was written.
+            CheckpointError: see `raise_failure`.
+        """
+        begins_s = time.monotonic()
+        self._wait_for_turn(manifest.step)
+        self._began_s = time.monotonic() - stall_s
+        self._rank_store.set(f"begun/{self._rank}", str(2 * manifest.step))
+        self._failure = None
+        stall_s += time.monotonic() - begins_s
+        metrics = _of_rank(manifest, weights)
+        snapshot = _Snapshot({}, frozenset(), [], None, metrics, stall_s, files)
+        self._start(manifest, 2 * manifest.step, snapshot)
+
+    def _wait_for_turn(self, step: int) -> None:
+        self.wait(QUIET_S)
+        if self.is_writing and not self._has_warned:
+            self._has_warned = True
+            text = (
+                "the training waits in step %d until the previous checkpoint is written: the "
+                "storage is slower than they are asked for; ask for fewer, by "
+                "checkpoint.every_steps or every_s"
+            )
+            logger.warning(text, step)
+        self.wait()
+        self.raise_failure()
+
+    def _start(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
         self._thread = threading.Thread(
             target=self._write_share,
             args=(manifest, turn, snapshot),
@@ -296,11 +328,15 @@ class Checkpointer:
                 is_module = name in snapshot.modules
                 rank = None if name in snapshot.tracked else self._rank
                 written.append(asdict(replace(found, is_module=is_module, rank=rank)))
+            for number, file in enumerate(snapshot.files):
+                written.append(asdict(self._write_file(manifest, number, file)))
             self._written = {item["name"]: item["digest"] for item in written}
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
             self._fail(manifest, error)
             report["error"] = str(error)
+        finally:
+            close_all(snapshot.files)
         try:
             report["cpu_s"] = time.thread_time()  # the thread began with this save
             if self._rank == 0:
@@ -313,12 +349,22 @@ class Checkpointer:
     def _write(self, manifest: Manifest, name: str, state: Any) -> ManifestObject:
         key = object_key(manifest.run_id, manifest.step, manifest.attempt, name)
         data = self._serializer.to_view(state)
+        self._put(key, data)
+        return ManifestObject(name, key, len(data), content_digest(data))
+
+    def _write_file(self, manifest: Manifest, number: int, file: OpenFile) -> ManifestObject:
+        key = file_key(manifest.run_id, manifest.step, manifest.attempt, self._rank, number)
+        data = file.read()
+        self._put(key, data)
+        digest = content_digest(data)
+        return ManifestObject(file.path, key, len(data), digest, rank=self._rank, path=file.path)
+
+    def _put(self, key: str, data: bytes | memoryview) -> None:
         try:
             self._storage.write(key, data)
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), content_digest(data))
 
     def _commit(
         self, manifest: Manifest, turn: int, own: dict[str, Any], sketched: Sketch | None
@@ -329,6 +375,8 @@ class Checkpointer:
                 is_last = bool(turn % 2)
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
+            items = (ManifestObject(**item) for report in reports for item in report["objects"])
+            objects, doubles = without_doubles(items, manifest.folder)
             metrics, intervals = mean_metrics(reports)
             if sketched is not None:
                 is_first = not self._resumes and self._committer.last is None
@@ -336,17 +384,15 @@ class Checkpointer:
                 self._comparison.check(sketched, found, is_first=is_first)
             if manifest.world_size > 1 and self._committer.last is None:
                 refuse_unshared(self._storage, manifest, reports)  # it is shared or it isn't
+            self._delete(item.key for item in doubles)
         except (CheckpointError, InvalidParamsError, StorageError) as error:
             with suppress(StorageError):  # a later commit sweeps what stays
-                for report in reports:
-                    for item in report["objects"]:
-                        self._storage.delete(item["key"])
+                self._delete(item["key"] for report in reports for item in report["objects"])
             if own["error"] and not isinstance(error, FATAL):
                 return  # which is known already
             raise
-        objects = (ManifestObject(**item) for report in reports for item in report["objects"])
         is_notable = self._committer.last is None or bool(self.trouble)
-        manifest = replace(manifest, metrics=metrics, reports=intervals, objects=tuple(objects))
+        manifest = replace(manifest, metrics=metrics, reports=intervals, objects=objects)
         self._committer.commit(manifest, is_last=bool(turn % 2))
         self.trouble = ""
         own["cpu_s"] = time.thread_time()  # with the commit
@@ -357,6 +403,10 @@ class Checkpointer:
         # Of all those in between, people want the first, the last, and the one after a failure.
         logger.log(logging.INFO if is_notable else logging.DEBUG, text)
         self._unsaid = "" if is_notable else text
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._storage.delete(key)
 
     def _cost_of(self, reports: Sequence[Mapping[str, Any]]) -> SaveCost:
         cpu_s: Counter[str] = Counter()
@@ -373,3 +423,11 @@ class Checkpointer:
         if not isinstance(error, SupersededError):
             text = "no checkpoint of step %d, the one before it stays the newest: %s"
             logger.warning(text, manifest.step, error)
+
+
+def _of_rank(manifest: Manifest, weights: Mapping[str, int]) -> RankMetrics:
+    """Return this rank's metrics, which its manifest has, for the mean over the ranks."""
+    return {
+        name: (value, manifest.reports.get(name, (0, 0)), weights.get(name, 0))
+        for name, value in manifest.metrics.items()
+    }

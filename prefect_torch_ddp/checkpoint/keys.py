@@ -74,6 +74,11 @@ def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
     return f"{checkpoint_prefix(run_id, step, attempt)}{name}.pt"
 
 
+def file_key(run_id: str, step: int, attempt: int, rank: int, number: int) -> str:
+    """Return a file of a checkpoint that is a folder, by its number among those of its rank."""
+    return f"{checkpoint_prefix(run_id, step, attempt)}file-{rank:05d}-{number:05d}"
+
+
 def owner_of(run_id: str, key: str) -> CheckpointId | None:
     """Return whose object or manifest it is; None if it is no checkpoint's."""
     match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))

@@ -36,6 +36,8 @@ class ManifestObject:
     """Whether its tensors are copied when it is restored; an optimizer keeps those it is given."""
     rank: int | None = None
     """Whose own state it is, the other ranks having theirs; None: it is the whole object."""
+    path: str | None = None
+    """Of a file that `ctx.commit` was given: where it lies in `ctx.checkpoint_folder`, as a key."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Manifest:
     def id(self) -> CheckpointId:
         """Which checkpoint it is."""
         return CheckpointId(self.step, self.attempt)
+
+    @property
+    def folder(self) -> str | None:
+        """Which folder in `ctx.checkpoint_folder` it is, "" for all of it; None: it is none."""
+        return self.position.get("folder")
 
     def find(self, name: str) -> ManifestObject | None:
         """Return the object of that name."""

@@ -3,11 +3,13 @@
 import json
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from prefect_torch_ddp.checkpoint.attempts import had_ended, record_resume, refuse_superseded
+from prefect_torch_ddp.checkpoint.files import fetch_files, refuse_folder
 from prefect_torch_ddp.checkpoint.keys import (
     FROM_NOTHING,
     CheckpointId,
@@ -62,11 +64,12 @@ class Restorer:
         attempt: int,
         resume_from: ResumePoint | None,
         rank_store: KeyValueStore,
+        into: Path | None = None,
     ) -> Self:
         """Restore, on rank 0, from the newest checkpoint that verifies; tell the other ranks.
 
         A run without a checkpoint of its own begins from `resume_from`. The attempt's resume
-        record is written.
+        record is written. With `into` the checkpoints are folders, whose files are put there.
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
@@ -75,9 +78,9 @@ class Restorer:
         """
         where = own
         try:
-            found = find_resumable(own.storage, own.run_id)
+            found = find_resumable(own.storage, own.run_id, into)
             if found is None and resume_from is not None:
-                where, found = resume_from, _read_resume_point(resume_from)
+                where, found = resume_from, _read_resume_point(resume_from, into)
         except (CheckpointError, NewerFormatError):
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
@@ -106,18 +109,27 @@ class Restorer:
 
     @classmethod
     def follow(
-        cls, own: ResumePoint, resume_from: ResumePoint | None, rank_store: KeyValueStore
+        cls,
+        own: ResumePoint,
+        resume_from: ResumePoint | None,
+        rank_store: KeyValueStore,
+        into: Path | None = None,
     ) -> Self:
         """Restore from what rank 0 chose; CheckpointError: it chose none, or it is damaged."""
         text = rank_store.wait_for("resume", rank=0)
         if text is None:
-            msg = f"rank 0 of run {own.run_id} tracked nothing; ctx.track belongs on every rank"
+            what = "tracked nothing; ctx.track belongs"
+            if into is not None:
+                what = "asked for no ctx.checkpoint_folder; it belongs"
+            msg = f"rank 0 of run {own.run_id} {what} on every rank"
             raise CheckpointError(msg)
         choice = json.loads(text)
         at = choice.pop("at")
         where = own if choice["is_ours"] else resume_from
         assert where is not None
         manifest = None if at is None else read_manifest(where.storage, where.run_id, *at)
+        if manifest is not None and into is not None:
+            fetch_files(where.storage, manifest, into)
         return cls(where.storage, manifest, only_weights=where.only_weights, **choice)
 
     def restore(self, name: str, item: Any) -> None:
@@ -169,23 +181,33 @@ class Restorer:
         return read_state(self.storage, manifest, item)
 
 
-def _read_resume_point(point: ResumePoint) -> Found:
+def _read_resume_point(point: ResumePoint, into: Path | None) -> Found:
     if point.step is not None:
         manifest = point.manifest()
-        return manifest, read_states(point.storage, manifest, manifest.objects)
-    if (found := find_resumable(point.storage, point.run_id)) is None:
+        return manifest, _read(point.storage, manifest, into)
+    if (found := find_resumable(point.storage, point.run_id, into)) is None:
         where = point.storage.uri
         msg = f"resume_from is {point.run_id!r}, but that run has no checkpoint in {where}"
         raise CheckpointError(msg)
     return found
 
 
-def find_resumable(storage: Storage, run_id: str) -> Found | None:
+def _read(storage: Storage, manifest: Manifest, into: Path | None) -> dict[str, Any]:
+    """Return a checkpoint's states by name; of a folder there are none, it is put `into` one."""
+    if into is None:
+        refuse_folder(manifest)
+        return read_states(storage, manifest, manifest.objects)
+    fetch_files(storage, manifest, into)
+    return {}
+
+
+def find_resumable(storage: Storage, run_id: str, into: Path | None = None) -> Found | None:
     """Return the newest checkpoint whose objects all verify; warn about newer ones that don't.
 
-    None where the run has no checkpoint.
+    None where the run has no checkpoint. With `into` it is a folder, whose files are put there.
 
     Raises:
+        InvalidParamsError: it is of the other kind.
         CheckpointError: it has some, and none verifies; a person decides whether to start over.
         NewerFormatError: one is of a newer format: no older one is taken in its place.
         StorageError: the storage failed; falling back would throw away work that isn't lost.
@@ -193,7 +215,7 @@ def find_resumable(storage: Storage, run_id: str) -> Found | None:
     faults: list[str] = []
     for manifest in reversed(live_manifests(storage, run_id, faults)):
         try:
-            return manifest, read_states(storage, manifest, manifest.objects)
+            return manifest, _read(storage, manifest, into)
         except CheckpointError as error:
             logger.warning("%s; the one before it is tried", error)
             faults.append(str(error))

@@ -1,6 +1,7 @@
 """The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from prefect_torch_ddp.rank.programs.folder import CheckpointFolder
+    from prefect_torch_ddp.rank.programs.own_loop import Due, OwnLoop
     from prefect_torch_ddp.rank.strategies.strategy import Strategy
     from prefect_torch_ddp.rank.training.saver import Saver
     from prefect_torch_ddp.rank.training.steps import StepLoop
@@ -64,6 +67,7 @@ class ContextParts:
         self.temporary: TemporaryDirectory[str] | None = None
         self._device = device
         self._closed = False
+        self._own_loop: OwnLoop | None = None
 
     @cached_property
     def device(self) -> "torch.device":
@@ -109,6 +113,34 @@ class ContextParts:
         here = (self.config, self.info, self.requests, self.replay, self.link)
         return StepLoop(*here, self.reporter, self.tracker, self.gradients)
 
+    @cached_property
+    def checkpoint_folder(self) -> "CheckpointFolder":
+        """The folder of a program that writes its own checkpoints."""
+        from prefect_torch_ddp.rank.programs.folder import CheckpointFolder  # noqa: PLC0415 - torch
+
+        return CheckpointFolder(self.tracker, self.saver, self.link.heartbeat)
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether the training writes its own checkpoints."""
+        return self._has("checkpoint_folder")
+
+    def due(self, step: object, ends_epoch: int | None) -> "Due":
+        """See `RankContext.due`."""
+        from prefect_torch_ddp.rank.programs.own_loop import (  # noqa: PLC0415 - loads torch
+            OwnLoop,
+            checked_step,
+        )
+
+        number = checked_step(step)
+        if self._own_loop is None:
+            here = (self.config, self.info, self.requests, self.progress, self.link)
+            self._own_loop = OwnLoop(*here, self.saver, number)
+        due = self._own_loop.due(number, ends_epoch=ends_epoch)
+        if due.save and self.saves_folders:
+            self.checkpoint_folder.due_since_s = time.monotonic()
+        return due
+
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """See `RankContext.close`; the error is what it failed with."""
         if self._closed:
@@ -118,14 +150,16 @@ class ContextParts:
             advise(error)
         progress = self.progress
         try:
-            if self._has("loop"):
-                self.loop.close(failed=failed)
+            self._close_loops(failed=failed)
             if self._has("saver") or (self.info.world_size > 1 and not failed):
                 self.tracker.close(failed=failed, error=error)
             if progress.stopped_by is not None and not failed:
                 last = self.saver.last
                 last_step = None if last is None else last.step
-                stopped = Stopped(progress.step, progress.stopped_by, last_step)
+                step = (
+                    self.replay.numbers.done[0] if self._own_loop is None else self._own_loop.step
+                )
+                stopped = Stopped(step, progress.stopped_by, last_step)
                 self.link.send(RankStopped(NO_RANK, stopped))
         except BaseException:
             failed = True
@@ -159,6 +193,12 @@ class ContextParts:
 
         return export_tracked(self.config, self.saver.last, self.tracked, workload)
 
+    def _close_loops(self, *, failed: bool) -> None:
+        if self._has("loop"):
+            self.loop.close(failed=failed)
+        if self._own_loop is not None:
+            self._own_loop.close(failed=failed)
+
     def _trouble(self) -> str:
         return self.saver.trouble() if self._has("saver") else ""
 
@@ -178,3 +218,5 @@ class ContextParts:
         finally:
             if self.temporary is not None:
                 self.temporary.cleanup()
+            if self.saves_folders:
+                self.checkpoint_folder.close()

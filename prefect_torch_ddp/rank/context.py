@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
     from prefect_torch_ddp.data.tables.dataset import Table
+    from prefect_torch_ddp.rank.programs.own_loop import Due
     from prefect_torch_ddp.rank.training.values import Values
 
 logger = logging.getLogger(__name__)
@@ -471,13 +472,84 @@ class RankContext:
             CheckpointError: outside of `steps`, one that was begun before can't be written and
                 `checkpoint.on_failure` is "fail".
         """
-        if self._progress.share is not None:
+        if self._progress.share is not None or self._parts.saves_folders:
             if force:
                 self._requests.ask_for_save()
         elif force:
             self._parts.tracker.save_outside()
         else:
             self._parts.tracker.save_if(self._parts.tracker.due())
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """A local folder of this rank, for a program that writes its own checkpoints.
+
+        At first it holds the newest folder that `commit` was given, by whatever attempt, host or
+        number of ranks: the files of all ranks. It is removed at the end. Ask for it on every rank,
+        and use neither `track` nor `steps`, which make checkpoints themselves.
+
+        Raises:
+            InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints.
+            CheckpointError: there are commits, and none is whole.
+        """
+        return self._parts.checkpoint_folder.root
+
+    @property
+    def committed(self) -> Path | None:
+        """The folder in `checkpoint_folder` that the newest commit left; None: there is none."""
+        return self._parts.checkpoint_folder.committed
+
+    def commit(
+        self, folder: str | Path, *, step: int, files: Iterable[str | Path] | None = None
+    ) -> None:
+        """Put a folder's files into the run's storage as the checkpoint of a step.
+
+        It is written in the background, and counts when the files of all ranks are there. Until
+        then the one before it counts. Call it on every rank, with a folder of the same name: its
+        place in `checkpoint_folder`, or its own name. You may delete the folder at once, but not
+        change its files: make a new one for each step. Files are read as they are, never unpickled.
+
+        Args:
+            folder: with this rank's files, at any depth.
+            step: the checkpoint's number, larger than the one before it: the steps that are done,
+                over all attempts. Equal on all ranks.
+            files: which of its files this rank commits, by their paths in it. Needed if the ranks
+                share the folder, so that each names its own. None: all of them.
+
+        Raises:
+            InvalidParamsError: there are no such files, the step isn't a later one, or a file of
+                the commit before was changed, or is another one on another rank.
+            BadKeyError: a file's name can't be that of an object in a storage.
+            CheckpointError: the one before can't be written and `checkpoint.on_failure` is "fail".
+        """
+        self._parts.checkpoint_folder.commit(Path(folder), step, files)
+
+    def due(self, step: int, *, ends_epoch: int | None = None) -> "Due":
+        """Say what all ranks are to do at the end of a step of your own loop: save, stop, or both.
+
+            due = ctx.due(step)
+            if due.save:
+                write(ctx.checkpoint_folder / f"step-{step}")
+                ctx.commit(ctx.checkpoint_folder / f"step-{step}", step=step)
+            if due.stop:
+                break
+
+        A checkpoint is due as `CheckpointParams` say, at a stop, and when `checkpoint(force=True)`
+        asked for one. A stop is due at the next step after a cancel, the walltime, SIGTERM or
+        `request_stop`. It uses no collective, and takes microseconds.
+
+        Args:
+            step: the one that ended, from 1, over all attempts; call it once in each, on all ranks.
+            ends_epoch: if the step is the last one of an epoch, that one's number, from 1.
+
+        Returns:
+            `save` and `stop`, equal on all ranks. Without `checkpoint_folder` nothing is saved.
+
+        Raises:
+            InvalidParamsError: the step isn't a later one than before.
+            RuntimeError: there are several ranks and the process group isn't up.
+        """
+        return self._parts.due(step, ends_epoch)
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, this or the next; a resume adds none.

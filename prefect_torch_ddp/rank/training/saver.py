@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.restore import Restorer
@@ -60,6 +61,8 @@ class Saver:
         self._group_sizes: dict[str, list[int]] = {}
         self.wrapped: WeakSet[nn.Module] = WeakSet()
         """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
+        self.holds_folders = False
+        """Whether the checkpoints are folders that user code wrote, in place of objects."""
         self.take_passes: Callable[[], list[tuple[int, int]]] = list
         """See `Strategy`."""
         run = (config.storage, config.run_id, config.attempt)
@@ -122,6 +125,13 @@ class Saver:
         pace = self._clock.pace(is_writing=is_writing) if decides else None
         return due(self._config.checkpoint, self._numbers, time.monotonic(), asked, pace)
 
+    def is_time(self) -> bool:
+        """Tell, on rank 0, whether a checkpoint is due by time."""
+        if self._checkpointer is None or self._info.rank != 0:
+            return False
+        pace = self._clock.pace(is_writing=self._checkpointer.is_writing)
+        return pace is not None and time.monotonic() - pace.since_s >= pace.every_s
+
     def raise_failure(self) -> None:
         """Raise what an earlier save failed with, if that ends the training."""
         if self._checkpointer is not None:
@@ -139,6 +149,46 @@ class Saver:
         with self._heartbeat.during(Phase.SAVING):
             self._numbers.count_own_save()
         self._save()
+
+    def save_folder(
+        self, step: int, folder: str, files: Sequence[OpenFile], stall_s: float
+    ) -> None:
+        """Save the files of a folder as the checkpoint of a step, in the background.
+
+        Args:
+            step: its number, as user code counts.
+            folder: its name below `ctx.checkpoint_folder`.
+            files: this rank's, which are closed when they are written.
+            stall_s: how long the training has waited for them to be made.
+        """
+        checkpointer, numbers = self._checkpointer, self._numbers
+        assert checkpointer is not None
+        try:
+            self.begin_interval()
+            numbers.take(step)
+            numbers.enter_own_loop()
+            number = numbers.begin_save()
+            self._reporter.mark_checkpoint()
+            position = {**numbers.stored(), "folder": folder}
+            at = (self._config.run_id, number, self._config.attempt, numbers.progress.epoch)
+            metrics, reports = self._reporter.newest.of_checkpoint(is_rated=self._info.rank == 0)
+            of_all = (position, self._info.world_size, metrics)
+            manifest = Manifest(*at, *of_all, reports=reports)
+            weights = self._reporter.newest.weights()
+            checkpointer.save_files(manifest, files, weights=weights, stall_s=stall_s)
+        except BaseException:
+            close_all(files)
+            raise
+
+    def finish_folders(self) -> None:
+        """Wait until the last folder is written, and delete what isn't needed then."""
+        checkpointer = self._checkpointer
+        assert checkpointer is not None
+        checkpointer.wait()
+        checkpointer.raise_failure(is_last=True)
+        if self._committer.last is not None and not self._committer.is_clean:
+            self._committer.clean_up(self._committer.last, is_last=True)
+        checkpointer.say_last()
 
     def give_up(self, error: BaseException | None) -> None:
         """Wait a little for a checkpoint under way: the training failed."""

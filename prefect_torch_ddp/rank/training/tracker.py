@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from prefect_torch_ddp.checkpoint.files import fetch_files
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState, num_owners
 from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
@@ -90,8 +93,35 @@ class Tracker:
                 self._take_place(self._restorer, name, passes)
         return passes
 
+    def open_folder(self, root: Path) -> Restorer:
+        """Save folders from now on, in place of objects; put the newest one into an empty folder.
+
+        Raises:
+            InvalidParamsError: objects are tracked, or `steps` has begun; or the run's checkpoints
+                aren't folders.
+            CheckpointError: there are checkpoints, and none can be restored.
+        """
+        config = self._config
+        if self._restorer is not None or self._numbers.has_begun:
+            msg = (
+                "ctx.checkpoint_folder and ctx.commit are for programs that write their own "
+                "checkpoints: without ctx.track and ctx.steps, which make checkpoints themselves"
+            )
+            raise InvalidParamsError(msg)
+        if config.resume_from is not None and config.resume_from.only_weights:
+            msg = "weights alone can be taken of tracked modules, and these checkpoints are folders"
+            raise InvalidParamsError(msg)
+        with self._heartbeat.during(Phase.RESTORING):
+            self._restorer = self._open(root)
+            self._saver.holds_folders = True
+            manifest = self._restorer.manifest
+            if config.stage == "evaluate" and manifest is not None:
+                fetch_files(self._restorer.storage, manifest, root)
+        return self._restorer
+
     def begin(self) -> None:
         """Take no further objects: `steps` was called."""
+        self._refuse_folders("ctx.steps")
         self._numbers.begin_steps()
         if self._restorer is None:
             self._set_gone()  # or ranks that track something would wait for this one
@@ -127,6 +157,8 @@ class Tracker:
             with self._heartbeat.during(Phase.SAVING):
                 if failed:
                     self._saver.give_up(error)
+                elif self._saver.holds_folders:
+                    self._saver.finish_folders()
                 else:
                     if self._replay.num_passed and self._replay.is_under_way:
                         self._resume()  # after passed calls nothing was made: it is undone
@@ -134,7 +166,16 @@ class Tracker:
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._set_gone()
 
+    def _refuse_folders(self, name: str) -> None:
+        if self._saver.holds_folders:
+            msg = (
+                f"this training saves by ctx.commit, so {name} has no checkpoint to be in: put "
+                "everything into the folder, or use ctx.track and ctx.steps only"
+            )
+            raise InvalidParamsError(msg)
+
     def _check(self, objects: Mapping[str, Any]) -> None:
+        self._refuse_folders("ctx.track")
         has_begun = self._numbers.has_begun
         tracked.check_trackable(objects, self._objects, self._config.stage, has_begun=has_begun)
 
@@ -161,7 +202,7 @@ class Tracker:
                 restorer.restore(name, item)
         self._saver.take({name: item})
 
-    def _open(self) -> Restorer:
+    def _open(self, into: Path | None = None) -> Restorer:
         config = self._config
         own = ResumePoint(config.storage, config.run_id)
         if config.stage == "evaluate":
@@ -170,9 +211,9 @@ class Tracker:
         else:
             store = self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
             if self._info.rank == 0:
-                restorer = Restorer.choose(own, config.attempt, config.resume_from, store)
+                restorer = Restorer.choose(own, config.attempt, config.resume_from, store, into)
             else:
-                restorer = Restorer.follow(own, config.resume_from, store)
+                restorer = Restorer.follow(own, config.resume_from, store, into)
             self._saver.open(store, restorer)
         if (manifest := restorer.manifest) is not None:
             is_ours = self._replay.is_ours = restorer.is_ours

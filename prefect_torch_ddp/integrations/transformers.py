@@ -1,0 +1,80 @@
+"""Transformers' Trainer: `trainer.train(resume_from_checkpoint=attach(trainer))`."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.context import RankContext, current_context
+
+_RNG = re.compile(r"rng_state_\d+\.pth$")
+
+
+def attach(trainer: Trainer) -> str | None:
+    """Have a Trainer's checkpoints committed; return the newest one, for `train` to resume from.
+
+    Returns None if there is none, or no RankContext, as under torchrun, where nothing changes.
+
+    Raises:
+        InvalidParamsError: an option of the Trainer can't be kept right over attempts; names it.
+    """
+    if (ctx := current_context()) is None:
+        return None
+    args = trainer.args
+    refused = {
+        "load_best_model_at_end, whose checkpoint may be on another host": (
+            args.load_best_model_at_end
+        ),
+        "save_only_model, without which there is no optimizer to resume": args.save_only_model,
+        "FSDP and DeepSpeed, whose files are each rank's": (
+            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        ),
+    }
+    if found := [name for name, is_set in refused.items() if is_set]:
+        msg = f"attach can't keep this Trainer's training right: it uses {'; '.join(found)}"
+        raise InvalidParamsError(msg)
+    trainer.add_callback(_Callback(ctx))
+    return None if ctx.committed is None else str(ctx.committed)
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]
+    """Saves and stops when all ranks are to, and shows steps and metrics."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        self._asked_at = 0  # the newest step at which only all ranks' agreement asked for a save
+        self._ours: Path | None = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, epoch = state.global_step, state.epoch or 0.0
+        ends_epoch = int(epoch) if epoch and float(epoch).is_integer() else None
+        self._ctx.progress(step, state.max_steps, epoch=ends_epoch or int(epoch) + 1)
+        due = self._ctx.due(step, ends_epoch=ends_epoch)
+        control.should_training_stop |= due.stop
+        # What on_epoch_end saves too would be written over while it is read.
+        is_saved_later = ends_epoch is not None and args.save_strategy == "epoch"
+        if due.save and not (control.should_save or is_saved_later):
+            self._asked_at = step
+            control.should_save = True
+
+    def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self._ctx.report(**numbers)
+
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+        folder, rank = Path(args.output_dir, f"checkpoint-{state.global_step}"), self._ctx.rank
+        files = [
+            path.relative_to(folder)
+            for path in folder.rglob("*")
+            # Ranks may share the folder. Rank 0 writes all but the others' generators.
+            if path.is_file()
+            and (path.name == f"rng_state_{rank}.pth" or (rank == 0 and not _RNG.match(path.name)))
+        ]
+        self._ctx.commit(folder, step=state.global_step, files=files)
+        if self._ours is not None and self._ctx.local_rank == 0:
+            # All ranks have committed it: a step that sums their gradients came after it.
+            shutil.rmtree(self._ours, ignore_errors=True)
+        self._ours = folder if self._asked_at == state.global_step else None

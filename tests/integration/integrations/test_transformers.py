@@ -1,0 +1,63 @@
+"""Transformers' Trainer on real ranks: killed, it ends with the bits of the undisturbed run."""
+
+from pathlib import Path
+
+import pytest
+from distributed import LocalCluster
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import CheckpointParams, ddp_task, list_runs, read_metrics
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.ranks import config_for, train_on
+from tests.workloads import trainers
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.extended,
+    pytest.mark.usefixtures("prefect_api"),
+]
+
+
+def test_a_killed_trainer_ends_with_the_undisturbed_bits(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """With dropout, from the midst of an epoch; its steps, metrics and checkpoints are shown."""
+    policy = CheckpointParams(every_s=None, every_steps=4)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    undisturbed, _ = train_on(2, config_for(straight, 4), trainers.transformers, straight, None)
+    train = ddp_task(
+        world_size=2, max_restarts=1, storage=str(killed / "storage"), checkpoint=policy
+    )(trainers.transformers)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def nightly() -> object:
+        return train.submit(str(killed), 7).result()
+
+    assert nightly() == undisturbed
+    assert (killed / "killed-at-7").exists()
+    storage = DirectoryStorage(killed / "storage")
+    runs = list_runs(storage)
+    assert (runs["state"].tolist(), runs["attempts"].tolist()) == (["completed"], [2])
+    run_id = runs["run_id"][0]
+    assert [each.step for each in list_manifests(storage, run_id)] == [8, 12]
+    metrics = read_metrics(storage, run_id)
+    assert metrics["step"].max() == 15
+    assert metrics["loss"].notna().sum() >= 7
+    left = {path.name for path in (killed / "out").iterdir()}
+    assert left == {"checkpoint-4", "checkpoint-12"}, "the newest one of each attempt"
+
+
+def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
+    """When it is asked to, after the step in which it was; what it can't keep right is refused."""
+    values = train_on(2, config_for(tmp_path, 4), trainers.stopped_transformers, str(tmp_path))
+    assert [int(value.split()[0]) for value in values] == [6, 6]
+    newest = list_manifests(DirectoryStorage(tmp_path), "run")[-1]
+    assert newest.step == 6
+    paths = {item.path for item in newest.objects}
+    own = {f"checkpoint-6/rng_state_{rank}.pth" for rank in range(2)}
+    rest = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+    assert own | {f"checkpoint-6/{name}" for name in rest} <= paths

@@ -1,0 +1,86 @@
+"""Trainings with other libraries' trainers, on tiny models made from a config."""
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefect_torch_ddp import RankContext, current_context
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Return the digest of a model's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Texts(torch.utils.data.Dataset):
+    """Random texts of eight tokens."""
+
+    def __init__(self) -> None:
+        self._tokens = torch.randint(0, 50, (40, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+def die_once(marks: Path, step: int, at: int | None, rank: int = 1) -> None:
+    """Kill this rank in a step, in the first attempt."""
+    ctx = current_context()
+    if (
+        ctx is not None
+        and ctx.attempt == 1
+        and step == at
+        and ctx.rank == min(rank, ctx.world_size - 1)
+    ):
+        (marks / f"killed-at-{step}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def transformers(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+    """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        set_seed,
+    )
+
+    from prefect_torch_ddp.integrations.transformers import attach
+
+    class Killer(TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None: ...
+
+        def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+            die_once(Path(folder), state.global_step + 1, die_at)
+            if state.global_step == chosen.get("stop_at"):
+                ctx.request_stop("the test asks for it")
+
+    set_seed(7)
+    config = GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    args = TrainingArguments(
+        output_dir=str(Path(folder) / "out"),
+        num_train_epochs=3,
+        per_device_train_batch_size=4,
+        logging_steps=2,
+        save_strategy=chosen.get("save_strategy", "no"),
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        seed=7,
+    )
+    trainer = Trainer(
+        model=GPT2LMHeadModel(config), args=args, train_dataset=Texts(), callbacks=[Killer()]
+    )
+    trainer.train(resume_from_checkpoint=attach(trainer))
+    return f"{trainer.state.global_step} {digest_of(trainer.model)}"
