@@ -21,7 +21,7 @@ from prefect_torch_ddp import ClusterParams, TrainParams
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
-OPTIONAL = {"pandas", "pyarrow", "IPython"}
+OPTIONAL = {"pandas", "pyarrow", "IPython", "transformers"}
 """What an extra or a notebook brings."""
 COMES_WITH = {"pydantic-core": "pydantic", "botocore": "boto3", "urllib3": "boto3"}
 """What is always there with a requirement, in the version that it wants."""
