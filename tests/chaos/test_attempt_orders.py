@@ -1,5 +1,4 @@
-"""Attempts of one run that race: the same as the integration test of that name, in many more
-orders."""
+"""Attempts of one run race as in the integration test of that name, in many more orders."""
 
 import os
 from pathlib import Path
@@ -14,7 +13,7 @@ FIRST, NUM = int(os.environ.get("PTD_FIRST_ORDER", "1000")), 50
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + 40 * NUM, NUM))
 def test_in_random_orders(first: int, tmp_path: Path) -> None:
-    """2,000 of them; PTD_FIRST_ORDER=5000 takes others."""
+    """2,000 orders lose nothing; PTD_FIRST_ORDER=5000 selects others."""
     wrong = {
         seed: problems
         for seed in range(first, first + NUM)

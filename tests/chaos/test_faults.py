@@ -1,9 +1,6 @@
-"""Root cause: whatever strikes a rank, and wherever it and its peers are then, the caller is
-told the truth.
-
-The faults are drawn from a seed. A failure shows it in the test's name; `make chaos SEED=<seed>
-ARGS="-k <name>"` runs that fault again.
-"""
+"""The caller learns the root cause, whatever strikes a rank and wherever its peers are. The faults
+are drawn from a seed. A failure shows it in the test's name; `make chaos SEED=<seed> ARGS="-k
+<name>"` runs that fault again."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -17,6 +14,5 @@ from tests.support.struck import Fault
 
 @pytest.mark.parametrize("fault", seeded_faults.FAULTS, ids=attrgetter("name"))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
-    """Rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
-    rank is left."""
+    """Rank, kind, cause, signal and exit code are right, and no rank remains."""
     seeded_faults.strike(dask_client, fault, tmp_path)

@@ -1,9 +1,7 @@
-"""Nothing lost, nothing twice: wherever a training is killed, it ends as if it had not been.
-
-The same bits in everything tracked, each sample once an epoch, every record, and nothing left
-of what was broken off. The kill points are drawn from a seed. A failure shows it in the test's
-name; `make chaos SEED=<seed> ARGS="-k <name>"` runs that point again.
-"""
+"""A training ends as if it had not been killed, wherever the kill strikes. It has the same bits in
+everything tracked, each sample once an epoch and every record, and no remains of what was
+interrupted. The kill points are drawn from a seed. A failure shows it in the test's name; `make
+chaos SEED=<seed> ARGS="-k <name>"` runs that point again."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -23,7 +21,7 @@ other ways."""
 
 
 def test_there_are_as_many_as_promised() -> None:
-    """At least fifty, on both storages, and no two of one name."""
+    """Both storages have at least fifty kill points with different names."""
     assert len(POINTS) >= 50
     assert min(len(ON_A_DIRECTORY), len(ON_S3)) >= 25
     assert len({point.name for point in POINTS}) == len(POINTS)
@@ -31,20 +29,19 @@ def test_there_are_as_many_as_promised() -> None:
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=attrgetter("name"))
 def test_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """Real files; also within a system call, and with a file half written."""
+    """Kills also strike within a system call, and while a file is half written."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=attrgetter("name"))
 def test_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """A real server; also in the midst of a request and of an upload in parts, and before the
-    answer is heard."""
+    """Kills also strike within a request, within an upload by parts, and before an answer."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("ceph_server")
 @pytest.mark.parametrize("point", ON_CEPH, ids=attrgetter("name"))
 def test_on_ceph(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """A Ceph RADOS Gateway: the same."""
+    """The same kills strike on a Ceph RADOS Gateway."""
     strike_at(point)

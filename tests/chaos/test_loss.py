@@ -1,4 +1,4 @@
-"""The slow losses: what is stopped shows by its silence alone, 12 s of it."""
+"""Stopped processes are noticed only by their silence, here of 12 s."""
 
 import contextlib
 import multiprocessing
@@ -76,8 +76,7 @@ def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
 
 
 def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path: Path) -> None:
-    """SIGSTOP of the caller: its ranks are gone, the workers free; continued, it says what
-    happened, and no cancel."""
+    """The ranks of a stopped caller end; once continued, it reports this and no cancel."""
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
     stop(caller)
     wait_until(lambda: all_gone(ranks))
@@ -88,7 +87,7 @@ def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path:
 
 
 def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGSTOP of the scheduler: named after its silence, and the ranks end by themselves."""
+    """A stopped scheduler is named after its silence, and the ranks end by themselves."""
     with (
         Client(others.address, timeout=10) as client,
         sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
@@ -104,8 +103,7 @@ def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
 
 
 def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
-    """Of three workers one is stopped before the gang comes: two that answer are enough for two
-    ranks."""
+    """Two ranks run on the two workers that answer, without the stopped one."""
     with Client(others.address) as client:
         stop(next(iter(workers_of(client).values())))
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
@@ -113,8 +111,7 @@ def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGSTOP of the scheduler of others under train_flow: a clear error, no task run
-    Running, no rank left."""
+    """A stopped scheduler of a shared cluster is a clear error, and no task run stays Running."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(_stop_when_marked, others.scheduler, tmp_path / "mark" / "0")
@@ -137,7 +134,7 @@ def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
-    """By its key the next call is the same training: it resumes on other workers."""
+    """The next call with the same key resumes the training on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
         often, store = CheckpointParams(every_s=None, every_steps=3), str(tmp_path / "store")
         train = ddp_task(world_size=2, seed=5, checkpoint=often, storage=store)
@@ -170,8 +167,7 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
-    """A flow that waits for a submitted ddp_task itself hears that its worker is silent;
-    the task run is Crashed."""
+    """The flow learns that the worker is silent, and the task run is Crashed."""
     task = ddp_task(world_size=1, storage=str(tmp_path / "store"))(stop_own_worker)
     stopping = task.with_options(name="train")
     heard = []
@@ -199,7 +195,7 @@ def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
-    """SIGSTOP of it: the same as where it is killed, after its silence."""
+    """A stopped worker has the effects of a killed one, after its silence."""
     lose_the_worker_of_the_train_task(tmp_path, "stop_grandparent")
 
 
@@ -207,8 +203,7 @@ def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("where", ["ours", "others"])
 def test_a_rank_of_a_run_loses_its_worker(how: signal.Signals, where: str, tmp_path: Path) -> None:
-    """The worker of rank 0 is killed or stopped, with the train task on it or not: the
-    training resumes, once."""
+    """The training resumes once after the worker of rank 0 is killed or stopped."""
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         more = {}
         if where == "others":
@@ -257,8 +252,7 @@ def is_watch(process: psutil.Process) -> bool:
 
 
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays
-    Running."""
+    """A flow that is killed with its local cluster leaves nothing, and no state stays Running."""
     family = flow_process.children(recursive=True)
     assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
     working = [member for member in family if not is_watch(member)]
@@ -273,8 +267,7 @@ def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path
 def test_the_flow_process_is_killed_beside_a_cluster_of_others(
     others: SeparateCluster, tmp_path: Path
 ) -> None:
-    """SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
-    stays Running, and it works."""
+    """On a shared cluster the ranks of a killed flow stop with a checkpoint."""
     params = steered(tmp_path, world_size=2, cluster=ClusterParams(address=others.address))
     with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
@@ -297,8 +290,7 @@ def flow_state() -> str | None:
 
 
 def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued,
-    the run resumes and completes."""
+    """The ranks of a stopped flow end; once continued, the run resumes and completes."""
     rank = psutil.Process(int((tmp_path / "mark" / "0").read_text()))
     stop(flow_process)
     wait_until(lambda: all_gone([rank]))

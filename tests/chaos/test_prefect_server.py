@@ -60,8 +60,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) -> None:
-    """SIGKILL of the Prefect server in the middle of a training: ranks go on; it comes back,
-    and the run ends Completed."""
+    """Ranks continue without the server, and the run ends Completed after its return."""
     params = TrainParams(
         workload="tests.workloads.tiny:Steered",
         storage=str(tmp_path / "store"),
@@ -81,8 +80,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
 
 
 def test_a_lease_survives_a_restart_of_the_server(server: Server) -> None:
-    """The lease of a deployment's concurrency limit, which Prefect renews while a run trains, is
-    known to a server that was killed and started again."""
+    """A restarted server knows the lease of a deployment's concurrency limit."""
     with get_client(sync_client=True) as client:
         limit = {"name": "one-at-a-time", "limit": 1, "active": True}
         client.request("POST", "/v2/concurrency_limits/", json=limit)

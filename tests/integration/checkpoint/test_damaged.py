@@ -1,5 +1,4 @@
-"""Every object of a checkpoint, damaged in every way, in a directory and a bucket: the one
-before it is taken, or none."""
+"""Each object of a checkpoint is damaged in each way: a resume takes the previous one, or fails."""
 
 import logging
 from pathlib import Path
@@ -93,8 +92,7 @@ def test_each_object(
     where: str,
     how: str,
 ) -> None:
-    """Of the newest checkpoint: the one before is taken, a warning names the object, the weights
-    are right, and the damaged one is replaced."""
+    """A resume takes the previous checkpoint, names the damaged object and replaces it."""
     original, expected = trained
     keys = objects_of(original, NUM_STEPS)
     names = [key.rsplit("/", 1)[1] for key in keys]
@@ -120,8 +118,7 @@ def test_what_the_store_itself_damaged_is_left_out(
     which: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Content that isn't that of the digest beside it is a damaged checkpoint, not a storage
-    that fails."""
+    """Content with a wrong digest is a damaged checkpoint, not a failure of the storage."""
     original, expected = trained
     storage = ceph_server.storage(max_attempts=1)
     copy(original, storage)
@@ -137,8 +134,7 @@ def test_what_the_store_itself_damaged_is_left_out(
 def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     trained: tuple[Storage, str], tmp_path: Path, which: str
 ) -> None:
-    """An error that names each of them, nothing is deleted; when a person has deleted them, the
-    run begins anew."""
+    """The error names each object, and the run starts over only after a person deleted them."""
     storage = copy(trained[0], DirectoryStorage(tmp_path))
     steps = range(1, NUM_STEPS + 1)
     keys = [key for step in steps for key in objects_of(storage, step) if key.endswith(which)]

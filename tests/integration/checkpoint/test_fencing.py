@@ -1,5 +1,4 @@
-"""Two attempts of one training at a time, in processes of their own: the older one loses every
-time, however late it is."""
+"""Of two attempts of one training, in separate processes, the older one always loses."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,8 +61,7 @@ HELD_UP = {
 def test_an_attempt_that_was_held_up_changes_nothing(
     tmp_path: Path, undisturbed: tuple[str, str], request_: str, text: str
 ) -> None:
-    """Attempt 1 stands still at a request; attempt 2 trains to the end; attempt 1 goes on, and
-    is refused everything."""
+    """Attempt 1 is held up at a request while attempt 2 trains to the end; then it is refused."""
     storage = DirectoryStorage(tmp_path)
     with attempt(PausingStorage(tmp_path, request_, text), WHOLE) as old:
         old.wait_until_stopped()
@@ -82,8 +80,7 @@ def test_an_attempt_that_was_held_up_changes_nothing(
 def test_a_commit_that_comes_too_late_is_void(
     tmp_path: Path, undisturbed: tuple[str, str], new: Course
 ) -> None:
-    """It lands where attempt 2, which began behind it, has no checkpoint; attempt 3 doesn't
-    resume from it, no step is lost."""
+    """Attempt 3 ignores a late commit of attempt 1, and no step is lost."""
     storage = DirectoryStorage(tmp_path)
     held_up = PausingStorage(tmp_path, *HELD_UP["right before the commit"])
     with attempt(held_up, WHOLE) as old:
@@ -104,8 +101,7 @@ def test_a_commit_that_comes_too_late_is_void(
 def test_a_file_that_comes_too_late_replaces_none(
     tmp_path: Path, undisturbed: tuple[str, str]
 ) -> None:
-    """Held up within ctx.save, right before the write: it lands under its own attempt, and the
-    newer one's is what is read."""
+    """A late `ctx.save` writes below its own attempt, and readers get the newer attempt's file."""
     storage = DirectoryStorage(tmp_path)
     late = "results/000001/newest.txt"
     with attempt(PausingStorage(tmp_path, "write", late), WHOLE) as old:
@@ -122,8 +118,7 @@ def test_a_file_that_comes_too_late_replaces_none(
 
 
 def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
-    """The task publish ends before it shows anything, when a newer attempt has begun since the
-    training ended."""
+    """The task publish shows nothing if a newer attempt has begun since the training ended."""
     from prefect_torch_ddp.tasks.publish import publish
     from prefect_torch_ddp.tasks.train_run import Run
 
@@ -146,8 +141,7 @@ def test_of_attempts_that_race_the_older_loses(
     where: str,
     begin_at: int,
 ) -> None:
-    """Attempt 2 begins once attempt 1 has made some steps, and attempt 3 at once after it, all
-    as fast as they can: what the newest leaves is that of an undisturbed training."""
+    """Three attempts race, and the newest one leaves the result of an undisturbed training."""
     storage = DirectoryStorage(tmp_path) if where == "directory" else open_s3_server.storage()
     course = Course(NUM_STEPS, wait_at=10)
     with attempt(storage, course, begins=False) as new, attempt(storage, course) as old:

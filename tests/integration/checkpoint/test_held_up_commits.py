@@ -1,5 +1,4 @@
-"""An attempt is held up at each of its requests in turn, while a newer one begins and commits
-the same steps."""
+"""An attempt is held up at each request in turn while a newer one commits the same steps."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -129,8 +128,7 @@ MEANWHILE = {"resumes": lambda _: None, "falls back": damage_newest, "begins ane
 
 @pytest.mark.parametrize("how", MEANWHILE)
 def test_at_each_request(tmp_path: Path, how: str) -> None:
-    """Whether it asks or changes something: the newer attempt's checkpoints are untouched,
-    whole, and found."""
+    """The newer attempt's checkpoints stay untouched and complete, and readers find them."""
     held_up_at, nth = [], 1
     while request := check_held_up(DirectoryStorage(tmp_path / str(nth)), nth, MEANWHILE[how]):
         held_up_at.append(request)
@@ -153,8 +151,7 @@ def test_at_each_request(tmp_path: Path, how: str) -> None:
 def test_an_attempt_that_is_held_up_while_it_resumes_ends(
     tmp_path: Path, retention: CheckpointParams
 ) -> None:
-    """Before its first step, at whichever request; it doesn't tell anybody to delete the
-    checkpoints that the newer one made."""
+    """The attempt ends before its first step, and the newer attempt's checkpoints stay."""
     held_up_at, nth = [], 1
     while True:
         storage = DirectoryStorage(tmp_path / str(nth))

@@ -75,7 +75,7 @@ DRIFTS = [*PAST_IT, "a step skipped by one rank", "a flipped bit"]
 
 @pytest.mark.parametrize("how", DRIFTS)
 def test_replicas_that_drift_apart_are_refused(tmp_path: Path, how: str) -> None:
-    """At the first checkpoint, with object, tensor and rank, and nothing is committed."""
+    """The first checkpoint isn't committed; the error names object, tensor and rank."""
     config = config_for(tmp_path)
     said = r"ReplicasDifferError: .*'model' have drifted apart: body.weight .*differs on rank 1 "
     with pytest.raises(AssertionError, match=said):
@@ -85,7 +85,7 @@ def test_replicas_that_drift_apart_are_refused(tmp_path: Path, how: str) -> None
 
 @pytest.mark.parametrize("how", ["right", "own buffers", "a forward pass after the step"])
 def test_healthy_trainings_are_let_alone(tmp_path: Path, how: str) -> None:
-    """Though buffers and averaged weights differ by rank; what is tracked is committed."""
+    """Checkpoints are committed although buffers and averaged weights differ by rank."""
     config = config_for(tmp_path)
     first, second = train_on(2, config, train, how)
     assert first == second
@@ -102,7 +102,7 @@ def test_the_next_attempt_goes_back_to_replicas_that_agreed(tmp_path: Path) -> N
 
 
 def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
-    """For those who want it so; rank 0's or another rank's weights are saved."""
+    """`compare_replicas=False` saves one rank's weights although the ranks differ."""
     config = config_for(tmp_path)
     policy: Any = config.checkpoint.model_copy(update={"compare_replicas": False})
     first, second = train_on(2, replace(config, checkpoint=policy), train, PAST_IT[0])
@@ -122,14 +122,14 @@ def read_on(ctx: RankContext, by: str) -> list[Any]:
 
 
 def test_state_that_is_each_ranks_own_is_refused_in_track(tmp_path: Path) -> None:
-    """At the first checkpoint, with the object and the way out: every rank would get rank 0's."""
+    """The first checkpoint is refused with the object's name and the way out."""
     said = r"'reader' differs between the ranks: value on rank 1 .*call ctx.track_each\(reader="
     with pytest.raises(AssertionError, match=said):
         train_on(2, config_for(tmp_path), read_on, "track")
 
 
 def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
-    """By ctx.track_each; each rank's is in the checkpoint, as one shard of the object."""
+    """`ctx.track_each` stores one shard of the object for each rank, and restores it there."""
     config = config_for(tmp_path)
     assert train_on(2, config, read_on, "refuse") == [[4, 0, 0], [14, 1, 1]]
     names = [item.name for item in list_manifests(config.storage, "run")[-1].objects]
@@ -139,7 +139,7 @@ def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("choice", ["refuse", "begin"])
 def test_own_states_at_another_number_of_ranks(tmp_path: Path, choice: str) -> None:
-    """They are refused by name, or begin anew by choice."""
+    """The states are refused by name, or start from the beginning if the call says so."""
     train_on(2, config_for(tmp_path), read_on, choice)
     if choice == "refuse":
         said = "'reader' was tracked by ctx.track_each on 2 ranks, and here are 3"

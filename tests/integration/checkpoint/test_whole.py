@@ -1,4 +1,4 @@
-"""What is sharded over ranks is refused by name; and how to save it by hand all the same."""
+"""Objects that are sharded over ranks are refused by name, and can be saved by hand."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ def track_sharded(ctx: RankContext, what: str) -> str:
 def test_what_is_sharded_is_refused_when_it_is_tracked(
     tmp_path: Path, what: str, place: str
 ) -> None:
-    """By its name and the tensor's, with the way out; every rank says so."""
+    """Every rank's error names the object, the tensor and the way out."""
     for said in train_on(2, config_for(tmp_path), track_sharded, what):
         begin = f"{what!r} can't be tracked: {place} is sharded over a mesh of 2 ranks"
         assert said.startswith(begin)
@@ -61,7 +61,7 @@ def state_of_a_holder() -> str:
 
 
 def test_a_sharded_tensor_deep_in_a_state_is_refused_at_the_save() -> None:
-    """As of an object of one's own, which only its state_dict tells."""
+    """The save finds a sharded tensor that only the object's `state_dict` shows."""
     (said, _) = run_ranks(state_of_a_holder, 2)
     assert said.startswith("'holder' can't be tracked: inner[0].0.weight is sharded over a mesh")
 
@@ -89,7 +89,7 @@ def track_on_one(ctx: RankContext, how: str) -> str:
 
 @pytest.mark.parametrize(("how", "num_ranks"), [("sharded", 1), ("replicated", 2)])
 def test_a_dtensor_that_is_whole_is_refused_too(tmp_path: Path, how: str, num_ranks: int) -> None:
-    """A checkpoint couldn't be read without its mesh; and no word says that it is sharded."""
+    """A replicated DTensor is refused, since a checkpoint couldn't be read without its mesh."""
     for said in train_on(num_ranks, config_for(tmp_path), track_on_one, how):
         ranks = "1 rank" if num_ranks == 1 else "2 ranks"
         assert f"weight is a DTensor on a mesh of {ranks}, and a checkpoint holds plain" in said
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(nn.Linear):
 
 
 def test_a_collective_state_dict_is_refused_before_it_is_called() -> None:
-    """Called on one rank, it would wait for ever."""
+    """A `state_dict` that is a collective is refused, since one rank would wait in it forever."""
     with pytest.raises(InvalidParamsError, match="whose state is spread over the ranks; save it"):
         refuse_partial("model", FullyShardedDataParallel(1, 1))
     refuse_partial("model", nn.Linear(1, 1))
@@ -120,7 +120,7 @@ def track_flat(ctx: RankContext) -> str:
 
 
 def test_a_part_of_a_module_whose_state_is_a_collective_is_refused(tmp_path: Path) -> None:
-    """FSDP inside a plain module is named when it is tracked; its parameters look plain."""
+    """`ctx.track` names an FSDP module inside a plain one, whose parameters look plain."""
     for said in train_on(2, config_for(tmp_path), track_flat):
         begin = "'model' can't be tracked: 0 is torch.distributed.fsdp's FullyShardedDataParallel"
         assert said.startswith(begin)
@@ -155,7 +155,7 @@ def track_gathering_class(ctx: RankContext, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
 def test_a_module_or_optimizer_that_gathers_is_refused_in_track(tmp_path: Path, what: str) -> None:
-    """A class that nobody knows is refused by what its state_dict does, before the first save."""
+    """An unknown class is refused by what its `state_dict` does, before the first save."""
     for said in train_on(2, config_for(tmp_path), track_gathering_class, what):
         assert said.startswith(f"{what!r} can't be tracked: its state_dict calls the collective")
 
@@ -186,8 +186,7 @@ def track_gathering(ctx: RankContext, *, from_start: bool) -> None:
 
 @pytest.mark.parametrize("from_start", [True, False], ids=["in track", "at the save"])
 def test_a_state_dict_that_gathers_is_refused(tmp_path: Path, *, from_start: bool) -> None:
-    """Whatever its class, before the collective begins: one rank alone would wait for ever, or be
-    ended by SIGABRT."""
+    """The collective never begins, since a single rank would wait forever or get SIGABRT."""
     said = "'app' can't be tracked: its state_dict calls the collective all_gather"
     with pytest.raises(AssertionError, match=said):
         train_on(2, config_for(tmp_path), partial(track_gathering, from_start=from_start))

@@ -1,4 +1,4 @@
-"""The command as people type it: real flows under a real server, in a folder of their own."""
+"""The command runs real flows under a real server, in a separate folder."""
 
 import csv
 import io
@@ -53,7 +53,7 @@ def typed(folder: Path, *given: str, status: int = 0, **environment: str) -> tup
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_run_is_trained_listed_shown_read_and_resumed(folder: Path) -> None:
-    """From a folder with one file to two runs, of which the second goes on from the first."""
+    """From one file come two runs, the second of which resumes from the first."""
     at = ["--storage", "store"]
     printed, _ = typed(folder, "train", WORKLOAD, "--world-size", "2", "-o", "epochs=3", *at)
     (first,) = list_runs(folder / "store")["run_id"]
@@ -86,7 +86,7 @@ def csv_of(folder: Path, run_id: str) -> list[str]:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path) -> None:
-    """Not those of Prefect, Dask and ours, in no line that the terminal gets."""
+    """The terminal shows no frame of Prefect, Dask or this package."""
     printed, said = typed(folder, "train", "failing", "--storage", "store", status=2)
     text = printed + said
     assert f'File "{folder}/failing.py"' in said
@@ -112,7 +112,7 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
 def test_what_cannot_work_is_refused_before_a_server_starts(
     folder: Path, given: list[str], says: str
 ) -> None:
-    """In a line, with the way out; PREFECT_API_URL names no server, and nobody asks for it."""
+    """One line says what to do, and nobody asks the server that PREFECT_API_URL names."""
     address = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
     printed, said = typed(folder, *given, "--storage", "store", status=2, **address)
     assert not printed
@@ -122,7 +122,7 @@ def test_what_cannot_work_is_refused_before_a_server_starts(
 
 
 def test_a_configured_server_that_does_not_answer_is_named(folder: Path) -> None:
-    """Rather than replaced by another one."""
+    """The command names the server and doesn't replace it by another."""
     address = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
     _, said = typed(folder, "train", WORKLOAD, "--storage", "store", status=2, **address)
     assert "PREFECT_API_URL is http://127.0.0.1:9/api, but no Prefect server answers" in said
@@ -130,7 +130,7 @@ def test_a_configured_server_that_does_not_answer_is_named(folder: Path) -> None
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
-    """Its arguments are behind `--`; a killed rank is restarted with the arguments to resume."""
+    """A script gets the arguments after `--`, and after a kill those to resume."""
     shutil.copy(str(torchrun_script.__file__), folder / "train.py")
     flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--resume-arg=--resume"]
     script = ["train.py", "--", str(folder), "--lr", "0.3", "--die-at", "5"]
@@ -143,7 +143,7 @@ def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
 
 
 def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
-    """It outlives the process that started it, and keeps leases in files."""
+    """The server outlives the process that started it, and keeps leases in files."""
     api = f"http://127.0.0.1:{free_port()}/api"
     code = (
         "import prefect_torch_ddp.server as server\n"

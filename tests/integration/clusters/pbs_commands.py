@@ -1,7 +1,5 @@
-"""Stand-ins for PBS's qsub, qdel and qstat: they run job scripts here, as pbs_mom would.
-
-Standard library alone.
-"""
+"""Stand-ins for PBS's qsub, qdel and qstat, which run job scripts here as pbs_mom would. They use
+only the standard library."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-"""Gangs and train_flow on Dask workers that are jobs, of a real Slurm and an imitated PBS; a job is
-lost. Flows are by the examples of deployments/clusters."""
+"""Gangs and train_flow run on jobs of a real Slurm and an imitated PBS, and jobs are lost. The
+flows are those of deployments/clusters."""
 
 import logging
 import os
@@ -138,7 +138,7 @@ def train_while(
 
 @pytest.mark.extended
 def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
-    """All ranks stop and save before its end; with the next job they go on, without a retry."""
+    """All ranks save before a job ends, and continue with the next job without a retry."""
     train_while(end_a_job, site, tmp_path, example(site, tmp_path))
 
 
@@ -146,8 +146,7 @@ def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path) -> None:
-    """Slurm itself ends all jobs of a run, the task's own among them, as their time is up: they get
-    its signal ahead, ranks save, and the training goes on in the next jobs, without a retry."""
+    """Slurm ends all jobs of a run; ranks save at its signal, and continue in the next jobs."""
     cluster = example(site, tmp_path)
     ahead = ["--signal=B:USR1@30"]  # Slurm may be 30 s early
     cluster.cluster_kwargs.update(walltime="00:02:00", job_extra_directives=ahead)
@@ -155,7 +154,7 @@ def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path)
 
 
 def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
-    """A job is cancelled while it trains: another takes its place, and the run resumes."""
+    """After a job is cancelled, another takes its place and the run resumes."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
     fault = {"how": "hang", "step": HELD_AT, "rank": None, "attempts": [1], "mark": str(pid_folder)}
@@ -194,8 +193,7 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
-    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left; what
-    deletes the jobs is what does so at the end of each run, on PBS too."""
+    """After SIGTERM the flow is Cancelled with a checkpoint, and none of its jobs remains."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks_of(tmp_path)
@@ -227,7 +225,7 @@ def two_jobs(site: Site, folder: Path) -> Iterator[Client]:
 
 
 def test_a_gang_over_two_jobs(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All is as elsewhere; a killed job ends the gang; nothing outlives its job or the cluster."""
+    """A killed job ends the gang, and nothing outlives its job or the cluster."""
     with two_jobs(site, tmp_path) as client:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
         with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):

@@ -1,4 +1,4 @@
-"""Small image folders for tests, every image another one, and what ranks get of them."""
+"""Small folders of different images, and what ranks get of them."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""The cache among processes: they share it, keep its limit, and may be killed at any moment."""
+"""Processes share the cache, keep its limit, and may be killed at any moment."""
 
 import multiprocessing
 import os
@@ -20,8 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def test_what_nobody_has_open_makes_room_and_what_is_in_use_stays(tmp_path):
-    """The entries of a run that has ended go, however young; those of one that only reads, as
-    in its second epoch, stay, however long ago each was read within a day."""
+    """Entries of an ended run are removed, and those of a running reader stay for a day."""
     limit = 45 * 1032
     ended, mine, new = (filled(tmp_path / name / "x", salt=name) for name in ("end", "me", "new"))
     for source in (mine, ended):
@@ -51,8 +50,7 @@ def _read_by_chance(cached, parts, seed):
 
 
 def test_many_processes_at_once_keep_the_limit(tmp_path):
-    """Six processes read and write the same entries in a cache that is too small: right bytes,
-    and never above the limit."""
+    """Six processes share a cache that is too small, get the right bytes and keep the limit."""
     storage = filled(tmp_path / "objects", num=60, num_bytes=20_000)
     limit = 30 * 20_032
     cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
@@ -69,8 +67,7 @@ def test_many_processes_at_once_keep_the_limit(tmp_path):
 
 
 def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
-    """Processes that fill the cache are killed (-9) at random moments, fifteen times: what is
-    there afterwards is right."""
+    """After fifteen random kills of processes that fill the cache, its content is right."""
     storage = filled(tmp_path / "objects", num=60, num_bytes=200_000)
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     for number in range(15):

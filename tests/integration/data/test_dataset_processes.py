@@ -1,4 +1,4 @@
-"""A prepared dataset among processes: downloaded once a host, published whole by one of two."""
+"""Processes download a prepared dataset once a host, and one of two publishes it whole."""
 
 import multiprocessing
 import shutil
@@ -33,7 +33,7 @@ def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
 
 
 def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
-    """Four ranks ask at once: each file is read once, and each rank sees it whole."""
+    """Four ranks that ask at once read each file once and get it whole."""
     publish(storage_of("far", tmp_path), FILES)
     context = multiprocessing.get_context("fork")
     _run_all([context.Process(target=_read_whole, args=(tmp_path,)) for _ in range(4)])
@@ -48,7 +48,7 @@ def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
 def test_two_that_publish_at_once_leave_one_whole_dataset(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when their prepare isn't deterministic: never a mixture of both."""
+    """Two different results of `prepare` never mix."""
     context = multiprocessing.get_context("fork")
     for round_ in range(5):
         folder = tmp_path / str(round_)

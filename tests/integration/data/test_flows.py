@@ -1,4 +1,4 @@
-"""Flows over images: a bucket or a folder, as they are or packed, give one result."""
+"""Flows get the same result from images in a bucket and in a folder, plain or packed."""
 
 from io import BytesIO
 from pathlib import Path
@@ -42,12 +42,7 @@ def images() -> dict[str, bytes]:
 def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     s3_server: S3Server, shared: ClusterParams, tmp_path: Path
 ) -> None:
-    """Data behind a block, read by two ranks' loader processes: the folder's training to the
-    last bit; no secret is shown.
-
-    What was prepared has the name of the bucket's listing: the same until an object changes,
-    and another one then.
-    """
+    """A bucket from a block gives the folder's bits, and the dataset's name follows its listing."""
     _, secret = s3_server.keys["owner"]
     block = save_block("raw-images", s3_server, folder="raw-images")
     bucket, folder = s3_server.storage("raw-images"), tmp_path / "images"

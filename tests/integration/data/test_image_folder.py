@@ -1,4 +1,4 @@
-"""S3ImageFolder on a real server: whatever lies beside the images."""
+"""S3ImageFolder on a real server ignores other objects next to the images."""
 
 import pytest
 
@@ -10,8 +10,7 @@ from tests.integration.data.image_files import image_files
 
 @pytest.mark.parametrize("num", [4, pytest.param(1100, marks=pytest.mark.extended)])
 def test_markers_many_objects_and_a_neighbour_of_the_same_beginning(s3_server, num):
-    """1,100 objects take two pages; `train2` isn't `train`; folder markers are neither class
-    nor image of their own."""
+    """1,100 objects take two pages, `train2` isn't `train`, and folder markers count as nothing."""
     storage = s3_server.storage()
     client, (data,) = client_of(storage), image_files(1).values()
     names = [f"train/c{i % 2}/{i:05}.png" for i in range(num)]

@@ -1,5 +1,4 @@
-"""A dataset in a real S3, with and without the cache: the samples, labels and global batches of a
-local folder, for any ranks."""
+"""A dataset in a real S3 gives a local folder's samples, labels and global batches."""
 
 import pickle
 import re
@@ -48,9 +47,7 @@ def raw(s3_server):
 
 @pytest.mark.parametrize("kind", ["bucket", "cache"])
 def test_it_is_torchvisions_image_folder(raw, folder, tmp_path, kind):
-    """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled and
-    read again. On 3 ranks, with 2 forked loader processes each: every sample once, in the global
-    batches of the local folder."""
+    """Classes, targets, names and pixels are torchvision's, and 3 ranks share each sample once."""
     local = ImageFolder(folder, pil_to_tensor)
     cache = tmp_path / "cache" if kind == "cache" else None
     dataset = image_folder(raw, pil_to_tensor, cache=cache)
@@ -78,8 +75,7 @@ def test_it_is_torchvisions_image_folder(raw, folder, tmp_path, kind):
 
 @pytest.mark.parametrize(("num_workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
 def test_a_dataloader_gives_each_sample_once_with_its_own_label(raw, num_workers, context):
-    """The stock DataLoader, looking ahead, and the rank's, in any kind of process, after the
-    parent has read itself."""
+    """The stock DataLoader and the rank's read ahead in any kind of process."""
     dataset = S3ImageFolder(raw, colour_of)
     expected = sorted(dataset[i] for i in range(NUM_IMAGES))
     options = {"num_workers": num_workers, "multiprocessing_context": context}
@@ -91,9 +87,7 @@ def test_a_dataloader_gives_each_sample_once_with_its_own_label(raw, num_workers
 
 
 def test_each_sample_is_one_request_and_none_with_a_cache(open_s3_server, tmp_path):
-    """The rank's loader in this process reads ahead: nothing is read twice, nothing is left over,
-    also when an epoch is left and resumed. With a cache the second epoch asks for nothing, from
-    forked loader processes too."""
+    """Nothing is requested twice, and with a cache the second epoch requests nothing."""
     with Wire(open_s3_server.endpoint_url) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         write_objects(storage, FILES)
@@ -133,12 +127,12 @@ def check_changes(storage, tmp_path):
 
 
 def test_a_changed_object_is_not_read_from_the_cache(s3_server, tmp_path):
-    """By its ETag."""
+    """The cache recognises a changed object by its ETag."""
     check_changes(s3_server.storage(), tmp_path)
 
 
 def test_on_ceph(ceph_server, folder, tmp_path):
-    """Each sample once, in the global batches of the local folder, with a cache too."""
+    """Ceph gives each sample once, in the local folder's global batches, with a cache too."""
     check_changes(ceph_server.storage(), tmp_path)
     raw = ceph_server.storage()
     write_objects(raw, FILES)
@@ -154,7 +148,7 @@ PAGE = (Path(__file__).parents[3] / "docs/images.md").read_text(encoding="utf-8"
 
 
 def test_the_cache_of_the_docs(chain_s3_server, tmp_path):
-    """In a line: a bucket by its URI, read through a folder on local disk."""
+    """One line reads a bucket by its URI through a folder on local disk."""
     write_objects(chain_s3_server.storage("images"), image_files(10))
     found = {"image_folder": image_folder, "transform": None}
     exec(CACHE.replace("/local/disk", str(tmp_path)), found)

@@ -1,4 +1,4 @@
-"""The rank's loader with worker processes: the same order, and the same draws, as without."""
+"""The rank's loader gives the same order and the same draws with and without workers."""
 
 import multiprocessing
 import random
@@ -23,9 +23,7 @@ FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 def test_order_is_the_same_with_worker_processes() -> None:
-    """With prefetch they yield what no worker yields. A lambda needs no pickle where workers are
-    forked, and they inherit no mode of ours, by which each operation on their images would take a
-    detour through Python."""
+    """Workers yield the same batches, and forked ones need no pickle and inherit no torch mode."""
     dataset = Numbers(23, transform=lambda i: 10 * i + len(_get_current_function_mode_stack()))
     expected = [data.tolist() for data in loader_of(dataset, 6, rank=1, world_size=2)]
     assert all(number % 10 == 0 for batch in expected for number in batch)
@@ -47,7 +45,7 @@ class Blocks(Numbers):
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_batches_stay_as_they_came(prefetch_factor: int) -> None:
-    """Also those that wait long, and after a pass that was left."""
+    """Batches don't change while they wait, or after a pass was left."""
     options = {**FORKED, "persistent_workers": True, "prefetch_factor": prefetch_factor}
     loader = loader_of(Blocks(48), 2, **options)
     plain = loader_of(Blocks(48), 2)
@@ -68,7 +66,7 @@ class Loaded(Numbers):
 
 
 def test_a_loader_may_be_read_in_the_worker_of_another() -> None:
-    """As without workers: its batches go to no other process."""
+    """A loader inside a worker sends its batches to no other process."""
     (here,), (there,) = (loader_of(Loaded(4), 4, **workers) for workers in ({}, FORKED))
     assert torch.equal(here, there)
 
@@ -82,8 +80,7 @@ def epoch_of(
 
 
 def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers() -> None:
-    """With augmentation in workers, also those that live on, a sample's randomness follows from
-    seed, epoch and index alone."""
+    """A sample's randomness depends only on seed, epoch and index, also in persistent workers."""
     kept = loader_of(Noise(30), 5, seed=7, persistent_workers=True, **FORKED)
     whole, third = ([data for data, _ in kept.lockstep(epoch)] for epoch in (2, 3))
     assert torch.equal(torch.cat(whole[2:]), torch.cat(epoch_of(Noise(30), 1, start=2)))
@@ -108,16 +105,14 @@ class Quiet(Numbers):
 
 @pytest.mark.parametrize("dataset", [Quiet(30), Noise(30)], ids=["torch", "all"])
 def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dataset[Any]) -> None:
-    """It follows from the batch's last sample, from all three generators, also after a
-    resume."""
+    """Draws in `collate_fn` follow from the batch's last sample, also after a resume."""
     two = epoch_of(dataset, 2, collate_fn=_with_draws)
     assert epoch_of(dataset, 1, collate_fn=_with_draws) == two
     assert epoch_of(dataset, 1, start=3, collate_fn=_with_draws) == two[3:]
 
 
 def test_only_what_draws_needs_to_be_seeded() -> None:
-    """Unseeded samples come in the same order; what they draw differs by the number of workers
-    then."""
+    """Unseeded samples keep their order, but their draws depend on the number of workers."""
 
     def whole(dataset: Dataset[Any], num_workers: int, seed_samples: Any) -> torch.Tensor:
         return torch.cat(epoch_of(dataset, num_workers, seed_samples=seed_samples))
@@ -132,7 +127,7 @@ def test_only_what_draws_needs_to_be_seeded() -> None:
 
 
 def test_a_none_in_a_worker_is_an_error_of_the_rank() -> None:
-    """Which isn't wrapped in the worker's, so that its text begins with what is wrong."""
+    """The error isn't wrapped in the worker's, so its text begins with the cause."""
     loader = loader_of(broken(), 8, 0, 2, shuffle=False, collate_fn=drop, **FORKED)
     with pytest.raises(InvalidParamsError, match=r"^sample 1 of the dataset is None"):
         list(loader.lockstep(0))
@@ -147,8 +142,7 @@ def _shift(_: int) -> None:
 
 
 def test_worker_init_fn_reaches_the_users_dataset() -> None:
-    """What worker_init_fn reads from and sets on the worker's dataset is the user's own, as
-    with a plain DataLoader."""
+    """`worker_init_fn` gets the user's dataset, as with a plain DataLoader."""
     arguments: dict[str, Any] = {"worker_init_fn": _shift, "num_workers": 1}
     plain = [data.tolist() for data in DataLoader(Numbers(6), batch_size=3, **arguments)]
     ours = loader_of(Numbers(6), 3, shuffle=False, **arguments)
@@ -176,7 +170,7 @@ class Records(Numbers):
 
 
 def test_a_file_that_a_dataset_holds_open_is_each_workers_own(tmp_path: Path) -> None:
-    """Workers that read at the same time get their own samples' bytes."""
+    """Workers that read at the same time get the bytes of their own samples."""
     dataset = Records(tmp_path / "numbers", 32)
     with dataset.file:
         loader = loader_of(dataset, 4, shuffle=False, **FORKED)
@@ -199,13 +193,13 @@ class Lines(Numbers):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
 def test_each_process_is_told_its_next_batch() -> None:
-    """By the stock DataLoader and the rank's; persistent workers too."""
+    """The stock DataLoader and the rank's announce batches, also to persistent workers."""
     check_stock_loader(3, multiprocessing_context="fork", persistent_workers=True)
     check_rank_loader(3, multiprocessing_context="fork")
 
 
 def test_what_a_sharded_dataset_draws_is_the_same_in_workers() -> None:
-    """From the middle on, on two ranks."""
+    """Two ranks draw the same from the middle of an epoch on."""
     dataset = Noisy([7, 9, 3, 11], 5)
     assert walk(dataset, 6, 2, start=3, **FORKED) == walk(dataset, 6, 1)[3:]
 

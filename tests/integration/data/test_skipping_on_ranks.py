@@ -1,4 +1,4 @@
-"""On real ranks, a share of which nothing can be read counts for nothing."""
+"""On real ranks, a share without a readable sample counts for nothing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +36,7 @@ def gradients_of(ctx: RankContext, root: str) -> list[float]:
 
 
 def test_the_gradient_of_a_share_that_is_skipped_is_zero(tmp_path):
-    """On three real ranks: a tail of which nothing is left moves no weight, and all ranks get
-    through it together."""
+    """An unreadable tail moves no weight, and all three ranks get through it together."""
     dataset, _, _ = damaged_images(tmp_path)
     values = run_ranks(
         run_with_context,

@@ -1,4 +1,4 @@
-"""Tables on real ranks and a real S3: killed in mid-epoch, they end as if nothing had happened."""
+"""Trainings on tables end undisturbed after kills in mid-epoch, on real ranks and a real S3."""
 
 import hashlib
 import os
@@ -62,7 +62,7 @@ def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["directory", "s3"])
 def test_killed_in_mid_epoch_it_ends_with_the_undisturbed_weights(kind, storages, tmp_path) -> None:
-    """Two ranks, killed twice; every row is used once an epoch, by the ledger."""
+    """Two ranks are killed twice, and the ledger counts every row once an epoch."""
     undisturbed = train_on(
         2, config_for(tmp_path / "calm", ledger=True), train, storages["directory"], None
     )
@@ -81,7 +81,7 @@ def test_killed_in_mid_epoch_it_ends_with_the_undisturbed_weights(kind, storages
 
 @pytest.mark.extended
 def test_with_elastic_determinism_the_number_of_ranks_doesnt_matter(storages, tmp_path) -> None:
-    """Four ranks, then two, then one, each killed: the bits of one rank that is left alone."""
+    """Four, two and one killed ranks end with the bits of one undisturbed rank."""
     elastic = {"determinism": "elastic", "virtual_ranks": 4, "ledger": True}
     calm = train_on(1, config_for(tmp_path / "calm", **elastic), train, storages["directory"], None)
     for size, kill_at in ((4, 4), (2, 9), (1, 13)):
@@ -93,7 +93,7 @@ def test_with_elastic_determinism_the_number_of_ranks_doesnt_matter(storages, tm
 
 
 def test_a_bucket_gives_the_batches_of_a_folder(storages, s3_server, monkeypatch) -> None:
-    """By a storage, by an s3:// URI of a folder or a file, with filters: read by ranges."""
+    """A storage and an s3:// URI give a folder's batches, also with filters, by range reads."""
     monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
@@ -112,7 +112,7 @@ def test_a_bucket_gives_the_batches_of_a_folder(storages, s3_server, monkeypatch
 
 
 def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(s3_server, tmp_path) -> None:
-    """Columns that aren't wanted stay where they are."""
+    """Unwanted columns aren't read."""
     generator = np.random.default_rng(0)
     wide = {f"c{i}": pa.array(generator.random(60_000)) for i in range(8)}
     write(tmp_path / "wide.parquet", {"number": list(range(60_000)), **wide})
@@ -128,7 +128,7 @@ def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(s3_server, tmp
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
 def test_loader_workers_give_the_same_batches(context, tmp_path, monkeypatch) -> None:
-    """Forked after the rank has read of the table itself, or spawned with it pickled."""
+    """Workers may be forked after the rank has read the table, or spawned with a pickle of it."""
     monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
     rows = table(numbered(tmp_path, [50, 41], 5), shuffle_buffer=30)
     expected = walk(rows, 6, 2)

@@ -1,5 +1,5 @@
-"""The workloads that people meet first, end to end on small data in the real formats, from
-a directory and from S3."""
+"""The example workloads run end to end on small data in the real formats, from a directory and from
+S3."""
 
 from pathlib import Path
 
@@ -33,8 +33,7 @@ def some_names() -> list[str]:
 
 
 def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
-    """From a text file on S3 an LSTM learns, and 50 new names come out, none of which is on the
-    list in any case."""
+    """An LSTM learns from a text file on S3, and makes 50 names that the file doesn't have."""
     source = s3_server.storage("pets")
     names = some_names()
     source.write("pets.txt", "\r\n".join(["", *names, names[0].upper(), "  "]).encode("utf-8-sig"))
@@ -58,8 +57,7 @@ def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -
 
 
 def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_path: Path) -> None:
-    """vgg11_bn on 50 images; a killed rank; the training resumes from its checkpoint, with
-    validation after each epoch."""
+    """vgg11_bn resumes from its checkpoint after a kill, with validation after each epoch."""
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
     report = train_flow(
         TrainParams(
@@ -86,8 +84,7 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_pat
 
 
 def test_land_use(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
-    """21 classes of small JPEG images on S3; in bfloat16, compiled, in micro-batches; the
-    confusion matrix is in the report."""
+    """21 classes of images on S3 train compiled, in bfloat16 and micro-batches, with a report."""
     how = {"global_batch_size": 28, "micro_batch_size": 7}
     how |= {"precision": "bfloat16", "compile": "eager"}
     source = s3_server.storage("land")

@@ -1,4 +1,4 @@
-"""Gangs on clusters that start and end workers by themselves: Dask's own Adaptive."""
+"""Gangs run on clusters that start and end workers by themselves: Dask's own Adaptive."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ def num_started(client: Client) -> int:
 
 @pytest.mark.parametrize("threads", [1, 3], ids=["workers-of-1-thread", "workers-of-3-threads"])
 def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) -> None:
-    """It starts no more than these, and ends them after the gang."""
+    """The cluster starts no more workers than needed, and ends them after the gang."""
     with scaling(maximum=4, threads_per_worker=threads, resources={"GPU": 1}) as client:
         call = {"world_size": 2, "resources": {"GPU": 1}, "workers_timeout_s": HANG_S}
         assert run_gang(client, plain.sum_of_ones, **call) == [2.0, 2.0]
@@ -73,7 +73,7 @@ def test_a_gang_that_finds_all_workers_busy_gets_another(tmp_path: Path) -> None
 
 
 def test_a_training_that_may_grow_has_workers_started(tmp_path: Path) -> None:
-    """After its first checkpoint it asks for the one that it may still have, and takes it in."""
+    """After its first checkpoint the training asks for one more worker and adds it."""
     events: list[GangEvent] = []
     options = {"world_size": 1, "max_world_size": 2, "workers_timeout_s": HANG_S}
     options |= {"on_event": events.append}
@@ -87,7 +87,7 @@ def test_a_training_that_may_grow_has_workers_started(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_gang_that_gives_up() -> None:
-    """A cluster that may not have enough workers is asked for them until the gang's time is up."""
+    """The request for workers ends with the gang's time."""
     with scaling(maximum=1) as client:
         with pytest.raises(NotEnoughWorkersError, match="need 2"):
             run_gang(client, plain.sum_of_ones, world_size=2, workers_timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""A gang that is cancelled ends whole; a training stops after one step and saves it."""
+"""A cancelled gang ends whole; a cancelled training stops after one step and saves it."""
 
 import contextlib
 import multiprocessing
@@ -53,7 +53,7 @@ def cancel_agents(client: Client, num_agents: int) -> None:
 
 
 def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
-    """Cancelled by its Dask keys: ranks of a plain function are gone, the next gang works."""
+    """Cancelling the Dask keys ends all ranks of a plain function, and the next gang works."""
     with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
         cancel_agents(dask_client, 2)
         assert type(gang.exception(HANG_S)) is GangCancelledError
@@ -62,7 +62,7 @@ def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> Non
 
 
 def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """One agent is cancelled: all ranks stop after the same step, which is saved and named."""
+    """If one agent is cancelled, all ranks stop after the same step, which is saved and named."""
     with training(dask_client, tmp_path) as (gang, ranks):
         cancel_agents(dask_client, 1)
         error = gang.exception(HANG_S)
@@ -75,7 +75,7 @@ def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) 
 def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
     dask_client: Client, tmp_path: Path
 ) -> None:
-    """Preemption of one rank is no success and no cancel, so that a retry resumes."""
+    """Preemption of one rank is neither a success nor a cancel, so that a retry resumes."""
     with training(dask_client, tmp_path) as (gang, ranks):
         os.kill(ranks[1], signal.SIGTERM)
         error = gang.exception(HANG_S)
@@ -101,7 +101,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """The signal reaches the whole process group, workers too: ranks stop, save and go."""
+    """The signal reaches the whole process group, workers too, and the ranks stop, save and end."""
     pids = tmp_path / "pids"
     pids.mkdir()
     script = tmp_path / "caller.py"
@@ -129,7 +129,7 @@ def start_caller(client: Client, folder: Path) -> BaseProcess:
 
 
 def test_death_of_the_caller(dask_client: Client, tmp_path: Path) -> None:
-    """Ctrl-C, SIGTERM or SIGKILL of the caller: its ranks go, and the next gang runs."""
+    """After Ctrl-C, SIGTERM or SIGKILL of the caller its ranks end, and the next gang runs."""
     ways = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     folders = [tmp_path / how.name for how in ways]
     callers = [start_caller(dask_client, folder) for folder in folders]
@@ -151,8 +151,7 @@ def has_ranks(folder: Path) -> bool:
 
 
 def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
-    """The workers exist but are busy with another gang: displays and log say with whom while it
-    waits, and so does the refusal."""
+    """Displays, log and refusal name the gang that keeps the workers busy."""
     said: list[GangEvent] = []
     with sleeping_gang(dask_client, tmp_path, name="night") as (gang, ranks):
         call = {"world_size": 2, "queue_timeout_s": 4.0, "on_event": said.append}

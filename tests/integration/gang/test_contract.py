@@ -17,9 +17,7 @@ from tests.workloads import plain
 
 
 def test_process_group_is_up_and_environments_are_right(dask_client: Client) -> None:
-    """All-reduce of ones gives world_size on every rank; so does a function named by its import
-    path; and `world_size=None` means a rank on each worker. A rank's environment is its Dask
-    worker's own plus torchrun's contract; the workers' is the same before and after."""
+    """Every rank has a process group and torchrun's variables; the workers' environment stays."""
     before = dask_client.run(lambda: dict(os.environ))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
     assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones") == [2.0, 2.0]
@@ -33,7 +31,7 @@ def test_process_group_is_up_and_environments_are_right(dask_client: Client) -> 
 
 
 def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
-    """Positional and keyword arguments arrive intact, defaults stay."""
+    """Positional and keyword arguments arrive intact, and defaults stay."""
     kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
     values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
     assert values == [{"key": 1, **kwargs, "backend": "mine", "timeout": 1.5}]
@@ -43,7 +41,7 @@ def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
 def test_a_scripts_own_modules_come_before_installed_ones(
     dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
 ) -> None:
-    """As at the caller: a module of the name of an installed package, and one in a folder."""
+    """A rank finds the caller's module in place of an installed package of the same name."""
     (tmp_path / "flows").mkdir()
     (tmp_path / "flows" / "__init__.py").touch()
     (tmp_path / "flows" / "deep.py").touch()
@@ -90,7 +88,7 @@ if __name__ == "__main__":
 
 
 def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client, tmp_path: Path) -> None:
-    """A function or script that initialises the process group; exit code 0 is success."""
+    """A function or script may initialise the process group itself; exit code 0 is success."""
     call = {"world_size": 2, "process_group": "user"}
     assert run_gang(dask_client, plain.torchrun_style, **call) == [2.0, 2.0]
     script = tmp_path / "train.py"
@@ -100,7 +98,7 @@ def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client, tmp_path: P
 
 
 def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
-    """On a CPU machine nccl fails by name, with what is missing."""
+    """On a CPU machine the error for nccl names the missing part."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +109,7 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
 
 @pytest.mark.parametrize(("context", "total"), [("fork", 295), ("spawn", 285)])
 def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, total: int) -> None:
-    """DataLoader workers by fork, with a lambda transform, and by spawn; no Dask setting."""
+    """DataLoader workers run by fork, with a lambda, and by spawn, without a Dask setting."""
     values = run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=1)
     assert values == [total]
 
@@ -119,8 +117,7 @@ def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, tot
 def test_text_arrives_whatever_the_workers_encoding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank writes UTF-8 where environment and locale say otherwise, forked or not; its records
-    have their level and logger, its prints INFO."""
+    """A rank writes UTF-8 whatever the locale is, and its records keep their level and logger."""
     for name, value in (("PYTHONIOENCODING", "latin-1"), ("LC_ALL", "C"), ("PYTHONUTF8", "0")):
         monkeypatch.setenv(name, value)
     printed = "grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"
@@ -134,8 +131,7 @@ def test_text_arrives_whatever_the_workers_encoding(
 
 
 def test_rank_0_may_return_first(dask_client: Client) -> None:
-    """Rank 0 serves the store: its peers may use it, and make groups without it, after its
-    function returned."""
+    """The peers of rank 0 may use its store and make groups after its function returned."""
     assert run_gang(dask_client, plain.meet_after_rank_0_returned, world_size=2) == [0, 1]
 
 
@@ -152,9 +148,7 @@ def test_rank_0_may_return_first(dask_client: Client) -> None:
 def test_odd_functions_end_well(
     dask_client: Client, caplog: pytest.LogCaptureFixture, hows: tuple[str, ...]
 ) -> None:
-    """What a function left in its process holds up neither its value nor the next gang: endless
-    output is neither waited for nor collected, and its writer is gone, or tests/support/leaks.py
-    fails this. A record too long for a datagram is cut."""
+    """Leftovers of a function hold up neither its value nor the next gang."""
     with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
         for _ in range(2):
             assert run_gang(dask_client, plain.end_well_oddly, args=hows, world_size=2) == [9, 9]
@@ -162,13 +156,13 @@ def test_odd_functions_end_well(
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
-    """Ten gangs in a row; the same call twice runs twice, in fresh processes."""
+    """Ten gangs run in a row, and the same call twice runs in fresh processes twice."""
     pids = [pid for _ in range(10) for pid in run_gang(dask_client, plain.process_id, world_size=2)]
     assert len(set(pids)) == 20
 
 
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
-    """Six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
+    """Six gangs that are submitted at once to 2 workers x 2 threads all end without a deadlock."""
     with own_cluster(2, threads_per_worker=2) as (_, client), ThreadPoolExecutor(6) as pool:
         gangs = [pool.submit(run_gang, client, plain.sum_of_ones, world_size=2) for _ in range(6)]
         assert [gang.result() for gang in gangs] == [[2.0, 2.0]] * 6

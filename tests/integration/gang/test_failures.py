@@ -1,4 +1,4 @@
-"""A rank fails: one error names the right rank, nothing is left behind, the next gang works."""
+"""A rank fails: one error names the right rank, nothing remains, and the next gang works."""
 
 import pickle
 import re
@@ -77,7 +77,7 @@ def test_the_right_rank_is_blamed(
     ],
 )
 def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
-    """Whatever its exception does when it is shown or pickled, rank 1 is named."""
+    """Rank 1 is named even if its exception fails when it is shown or pickled."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, failing.fail_oddly, args=(how,), world_size=2)
     assert caught.value.rank == 1
@@ -100,7 +100,7 @@ NO_MODULE = "No module named 'no_such_module'\nnot tried again: a failure by Mod
 def test_what_can_not_work_is_named(
     dask_client: Client, fn: Callable[[], object] | str, says: str
 ) -> None:
-    """Rank and type of the value, the option, and the module, for which no restart is used."""
+    """The error names the rank's value, the option or the module, and no restart is used."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, fn, world_size=2, max_restarts=1)
     assert caught.value.attempt == (1 if says == NO_MODULE else 2)
@@ -110,7 +110,7 @@ def test_what_can_not_work_is_named(
 def test_early_return_of_a_rank_that_tracks(
     dask_client: Client, tmp_path: Path, leaver: int
 ) -> None:
-    """The rank that left is named, also where the checkpoint waits for its peers."""
+    """The error names the rank that left, even if a checkpoint waits for its peers."""
     args = hanging.config_in(tmp_path), failing.leave_early, (leaver,)
     says = re.escape("its function had already returned")
     with pytest.raises(RankFailedError, match=says) as caught:

@@ -1,4 +1,4 @@
-"""The fork server: ranks forked from one helper per Dask worker are what fresh ones would be."""
+"""Ranks that are forked from a worker's fork server are like fresh processes."""
 
 import contextlib
 import os
@@ -52,8 +52,7 @@ def look_around() -> dict[str, Any]:
 
 
 def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
-    """Own session, own random state, the worker's folder and threads, CUDA untouched;
-    `launcher="exec"` is the same contract without the fork server."""
+    """Forked and executed ranks have the same session, random state, folder and threads."""
     ranks = run_gang(dask_client, look_around, world_size=2, process_group="none")
     folders = dask_client.run(os.getcwd).values()
     for number, seen in enumerate(ranks):
@@ -78,7 +77,7 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
 def test_a_rank_sees_the_users_current_code(
     dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module edited between two gangs is read anew, though the fork server stays."""
+    """A module edited between two gangs is read again, though the fork server stays."""
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "edited_between_gangs.py"
     for answer in (1, 22):
@@ -87,7 +86,7 @@ def test_a_rank_sees_the_users_current_code(
 
 
 def test_a_killed_server_is_replaced(dask_client: Client) -> None:
-    """The next gang starts a new fork server where one died."""
+    """The next gang starts a new fork server after one has died."""
     run_gang(dask_client, plain.sum_of_ones, world_size=2)
     one, *others = servers()
     one.kill()
@@ -108,7 +107,7 @@ def open_files(pid: int) -> dict[int, tuple[str, int, int]]:
 
 
 def test_a_rank_has_no_file_of_its_siblings_or_of_the_server(dask_client: Client) -> None:
-    """Ranks forked one after the other share nothing but /dev/null."""
+    """Ranks forked one after the other share only /dev/null."""
 
     def look() -> tuple[dict[int, tuple[str, int, int]], dict[int, tuple[str, int, int]]]:
         return open_files(os.getpid()), open_files(os.getppid())
@@ -127,7 +126,7 @@ def test_a_rank_has_no_file_of_its_siblings_or_of_the_server(dask_client: Client
 def test_dataloader_workers_die_with_their_rank(
     dask_client: Client, tmp_path: Path, context: str
 ) -> None:
-    """A rank killed while its DataLoader works takes the loader's workers along."""
+    """A rank that is killed while its DataLoader works takes the loader's workers along."""
 
     def load_and_die(folder: str) -> None:
         from torch.utils.data import DataLoader
@@ -153,7 +152,7 @@ def test_dataloader_workers_die_with_their_rank(
 def test_what_a_rank_started_ends_with_its_gang(
     dask_client: Client, tmp_path: Path, *, fails: bool
 ) -> None:
-    """In its own session, and in others some steps away: gone when the caller hears the end."""
+    """Processes of a rank, in its session and in others, are gone when the caller hears the end."""
 
     def start_processes(folder: str, *, fails: bool) -> None:
         # A session of its own, in it a shell that starts a further session and ends: that one
@@ -181,7 +180,7 @@ def test_what_a_rank_started_ends_with_its_gang(
 
 
 def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
-    """A gang gets fresh processes then; a server stopped under its rank hides no exit code."""
+    """A gang gets fresh processes if the server is stopped, and exit codes stay visible."""
 
     def stop_the_server_and_leave() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
@@ -203,7 +202,7 @@ def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
 
 
 def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that got a second thread after it was ready refuses to fork, and says why."""
+    """A server with a second thread refuses to fork, and says why."""
     (tmp_path / "sitecustomize.py").write_text(
         "import signal, threading\n"
         "def start(*_):\n"
@@ -223,7 +222,7 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("signals", [(), (signal.SIGTERM, signal.SIGINT)])
 def test_a_server_that_still_loads_dies_with_its_worker(signals: tuple[int, ...]) -> None:
-    """As when a flow is killed while its cluster starts, also after signals to all processes."""
+    """A loading server ends with its worker, also after signals to all processes."""
     begin = "from prefect_torch_ddp.gang.worker.fork_client import ForkServer"
     show = "server = ForkServer.start(); print(server.pid, flush=True); input()"
     command, pipe = [sys.executable, "-c", f"{begin}; {show}"], subprocess.PIPE
@@ -240,7 +239,7 @@ def test_a_server_that_still_loads_dies_with_its_worker(signals: tuple[int, ...]
 
 
 def test_a_system_without_pidfd_open_starts_fresh_processes() -> None:
-    """On an old kernel or in a sandbox gangs run, fail and end as elsewhere, without forks."""
+    """On an old kernel or in a sandbox gangs run, fail and end as usual, without forks."""
 
     def forbid() -> None:
         from prefect_torch_ddp.gang.worker.child import has_pidfd

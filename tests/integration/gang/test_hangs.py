@@ -1,4 +1,4 @@
-"""A gang makes no progress: the rank that did not arrive is named; what looks so is left alone."""
+"""A gang without progress is ended with the name of the missing rank; a healthy one isn't."""
 
 import logging
 import re
@@ -49,8 +49,7 @@ def line_of(text: str) -> int:
 
 
 def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) -> None:
-    """Two wait in an all-reduce for one that sleeps: rank, host, step, file, line and function;
-    all stacks as events."""
+    """The error has rank, host, step, file, line and function of a rank that sleeps."""
     call = {"world_size": 3, "ranks_per_worker": 2, "attempt": 3}
     error, stacks = run_hanging(client, tmp_path, "sleep", **call)
     assert (error.ranks, error.hosts, error.attempt) == ((1,), ("127.0.0.1",), 3)
@@ -79,8 +78,7 @@ def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) ->
 def test_a_rank_that_is_not_asleep_is_named_too(
     client: Client, tmp_path: Path, how: str, says: str, options: dict[str, Any]
 ) -> None:
-    """In an endless loop or in C code, forked or not: its stack comes all the same. Where it, or a
-    process that loads its data, is stopped, that is said."""
+    """The stack of a rank in an endless loop or C code arrives, and a stopped process is named."""
     error, stacks = run_hanging(client, tmp_path, how, **options)
     assert error.ranks == (1,)
     assert "rank 1 on 127.0.0.1 did not arrive" in error.hang.summary
@@ -93,7 +91,7 @@ def test_a_rank_that_is_not_asleep_is_named_too(
 
 
 def test_one_collective_more(client: Client, tmp_path: Path) -> None:
-    """Collectives that don't match: the error says so, or who had left."""
+    """The error says that collectives don't match, or which rank had left."""
     args = hanging.config_in(tmp_path), hanging.train, ("one_collective_more", 1)
     says = "wait in different collectives|had already returned"
     with pytest.raises((GangHungError, RankFailedError), match=says):
@@ -114,7 +112,7 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
 def test_what_may_take_long_is_no_hang(
     client: Client, tmp_path: Path, what: str, timeout_s: float
 ) -> None:
-    """Rank 0 takes four times the limit to load, save, validate or compile, and rank 1 waits."""
+    """Rank 0 may take four times the limit to load, save, validate or compile."""
     events: list[GangEvent] = []
     args = hanging.config_in(tmp_path), hanging.slow_but_fine, (what, 4 * timeout_s)
     options = {"progress_timeout_s": timeout_s, "on_event": events.append}
@@ -143,7 +141,7 @@ def test_a_slow_restore_is_no_hang(client: Client, tmp_path: Path) -> None:
 def test_a_plain_function_may_sleep(
     client: Client, args: tuple[float, ...], limit_s: float | None
 ) -> None:
-    """Whoever isn't watched, or reports, is left alone."""
+    """A function that isn't watched, or that reports, isn't ended."""
     call = {"args": args, "world_size": 2, "progress_timeout_s": limit_s}
     assert run_gang(client, hanging.plain_sleep, **call) == ["slept"] * 2
 
@@ -151,7 +149,7 @@ def test_a_plain_function_may_sleep(
 def test_a_plain_function_that_opted_in_is_watched(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a limit collectives count from the start; all stacks go to the log with the rank."""
+    """With a limit, progress counts from the start, and all stacks go to the log."""
     says = r"rank 0 on .* did not arrive: .* in its function at hanging.py:\d+ in plain_hang"
     call = {"args": (0,), "world_size": 2, "progress_timeout_s": 3.0}
     with (

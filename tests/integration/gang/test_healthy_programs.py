@@ -1,4 +1,4 @@
-"""Programs that a watch may suspect, and must let live; and those that only stacks tell apart."""
+"""Watches let healthy programs live that look like hangs, and stacks tell them apart."""
 
 import signal
 import subprocess
@@ -41,7 +41,7 @@ def client() -> Iterator[Client]:
 def test_rank_0_works_on_after_the_others_have_returned(
     client: Client, how: str, seconds: float
 ) -> None:
-    """A report, a picture, an upload: nobody waits for anybody, whatever was counted before."""
+    """Rank 0 may write a report or upload, since nobody waits for anybody."""
     args = how, min(seconds, 30.0) if how == "holding the lock" else seconds
     assert run_gang(client, patient.works_on, args=args, world_size=2) == [how] * 2
 
@@ -50,19 +50,19 @@ def test_rank_0_works_on_after_the_others_have_returned(
 def test_rank_0_works_on_after_a_training_that_tracks(
     client: Client, tmp_path: Path, how: str
 ) -> None:
-    """The others wait for it at the training's end; no look cuts a system call short."""
+    """Rank 0 may work while the others wait at the end, and no system call is cut short."""
     call = hanging.config_in(tmp_path), patient.tracks_and_works_on, (how, LONGER_THAN_A_LOOK_S)
     values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=5.0)
     assert values == [4, 4]
 
 
 def test_a_forked_child_that_leaves_the_function_is_no_rank(client: Client) -> None:
-    """Its parent's heartbeat stays that of a rank in its function."""
+    """The parent's heartbeat stays that of a rank in its function."""
     assert run_gang(client, patient.forks_a_child_that_returns, world_size=1) == ["FUNCTION"]
 
 
 def test_a_rank_at_a_breakpoint_is_left_alone(client: Client, tmp_path: Path) -> None:
-    """Its peers wait in a collective for many times the limit."""
+    """The peers of a rank at a breakpoint wait in a collective for many times the limit."""
     call = hanging.config_in(tmp_path), patient.breakpoint_in_a_step, (10.0,)
     values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=1.0)
     assert values == [2, 2]
@@ -91,7 +91,7 @@ for each in threads:
 def test_a_rank_held_by_a_debugger_of_another_process_is_left_alone(
     client: Client, tmp_path: Path
 ) -> None:
-    """As gdb holds one: it answers no look, and gets no signal, at which gdb would stop it."""
+    """A rank that is held as gdb holds one answers no look and gets no signal."""
     call = hanging.config_in(tmp_path), patient.held_by_a_tracer, (str(tmp_path),)
     with ThreadPoolExecutor(1) as pool:
         gang = pool.submit(
@@ -111,7 +111,7 @@ def test_a_rank_held_by_a_debugger_of_another_process_is_left_alone(
 def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
     client: Client, tmp_path: Path
 ) -> None:
-    """The one ahead loads its next batch for several limits, and sends then what is waited for."""
+    """The rank ahead may load its next batch for several limits before it sends."""
     call = hanging.config_in(tmp_path), patient.receives_from_a_rank_ahead, (6.0,)
     values = run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=1.0)
     assert values == [2, 2]
@@ -120,8 +120,7 @@ def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
 def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
     client: Client, tmp_path: Path
 ) -> None:
-    """All wait in collectives, which two looks prove: it doesn't take ten limits, and the way out
-    is named."""
+    """Two looks prove that all ranks wait in collectives, so the plain limit holds."""
     call = hanging.config_in(tmp_path), patient.leaves_the_loop, ()
     began_s = time.monotonic()
     with pytest.raises(GangHungError, match=r"ctx.request_stop\(...\)") as caught:
@@ -131,7 +130,7 @@ def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
 
 
 def test_who_sleeps_is_blamed_and_not_who_has_sent_more(client: Client, tmp_path: Path) -> None:
-    """Torch counts messages along with collectives, on the ranks that exchange them."""
+    """The sleeping rank is blamed, although torch counts messages as collectives."""
     call = hanging.config_in(tmp_path), patient.messages_to_a_sleeper, ()
     with pytest.raises(GangHungError, match=r"rank 0 on .* did not arrive") as caught:
         run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=3, progress_timeout_s=4.0)
@@ -159,7 +158,7 @@ if __name__ == "__main__":
     "asleep_s", [9.0, pytest.param(120.0, marks=[pytest.mark.extended, pytest.mark.long])]
 )
 def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
-    """All processes are stopped for several limits and continued: no watch counts that time."""
+    """No watch counts the time in which all processes are stopped."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     command = [sys.executable, tmp_path / "sleepy.py", tmp_path, str(asleep_s + 8.0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:

@@ -129,7 +129,7 @@ def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
 
 
 def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client) -> None:
-    """Two hosts with two workers each; no connection is on loopback or mgmt."""
+    """Two hosts with two workers each use no connection on loopback or mgmt."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"data": 1})
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
     for number, rank in enumerate(ranks):
@@ -165,7 +165,7 @@ def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client
 def test_the_callers_network_where_dasks_wont_do(
     client: Client, interface: str, expected: list[str]
 ) -> None:
-    """Workers that don't reach each other where Dask knows them train by the network named."""
+    """Workers that can't reach each other on Dask's network train on the named network."""
     ranks = run_gang(client, whereabouts, world_size=2, resources={"mgmt": 1}, interface=interface)
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == [expected[0]] * 2
@@ -174,8 +174,7 @@ def test_the_callers_network_where_dasks_wont_do(
 
 
 def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
-    """Store and gloo work over IPv6 between hosts that have nothing else, not even 127.0.0.1, in
-    both modes, and within one such host."""
+    """Store and gloo work between hosts, and within a host, that have only IPv6."""
     if (reason := namespaces.why_none()) is not None:
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
@@ -202,7 +201,7 @@ def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_liveness")
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
-    """Its link goes down while it trains: the silence is named, the others go on without it."""
+    """After a host's link went down, the error names its silence and the others continue."""
     if (reason := namespaces.why_none()) is not None:
         pytest.skip(reason)
     marks, events = tmp_path / "marks", list[GangEvent]()

@@ -1,4 +1,4 @@
-"""Workers that leave in good order while a gang trains: all ranks save, and it moves."""
+"""Workers leave gracefully while a gang trains: all ranks save, and the gang moves."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -70,9 +70,7 @@ def training(
 
 
 def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
-    """First rank 0's worker is retired, then the other's reaches its lifetime: all ranks stop after
-    one step and save it, and the gang moves to the workers that are left, though it may not be
-    restarted."""
+    """After a worker retires or reaches its lifetime, the ranks save and the gang moves."""
     events: list[GangEvent] = []
     folder, resumed_from = tmp_path / "marks", []
     with (
@@ -101,7 +99,7 @@ def _sleep_until(path: Path) -> None:
 
 
 def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Path) -> None:
-    """As where all jobs reach their walltime at once: what runs there isn't taken for failed."""
+    """The end of all workers at once, as at a walltime, doesn't count as a failure."""
     module, end = "prefect_torch_ddp.gang.worker.leave", tmp_path / "end"
     with (
         separate_cluster(tmp_path / "cluster", 1, "--preload-nanny", module) as cluster,
@@ -124,8 +122,7 @@ def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Pa
 
 
 def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: Path) -> None:
-    """By hand and by adaptive scaling: the gang saves and goes on with the rank that is left, takes
-    the new worker in at a checkpoint, and goes on with one again, all without a restart."""
+    """The gang shrinks, grows and shrinks without a restart, also by adaptive scaling."""
     events: list[GangEvent] = []
     folder, resumed_from = tmp_path / "marks", []
     options = {"min_world_size": 1, "max_world_size": 2, "workers_timeout_s": 2.0}
@@ -149,8 +146,7 @@ def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: 
 
 
 def test_a_gang_does_not_grow_onto_a_busy_worker(dask_client: Client, tmp_path: Path) -> None:
-    """While another gang has the worker it trains on through its checkpoints, undisturbed; once
-    that gang has gone, it grows."""
+    """The gang grows only after another gang has left the worker."""
     events: list[GangEvent] = []
     options = {"world_size": 1, "max_world_size": 2, "on_event": events.append}
     with (
@@ -171,8 +167,7 @@ def test_a_gang_does_not_grow_onto_a_busy_worker(dask_client: Client, tmp_path: 
 def test_two_gangs_that_may_grow_both_train(
     dask_cluster: LocalCluster, dask_client: Client, tmp_path: Path
 ) -> None:
-    """Both begin at once where two workers are free. Who gets one or none doesn't wait for two: it
-    begins with the one rank that it asked for as soon as another worker joins."""
+    """Each of two gangs begins with one rank as soon as one worker is free."""
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()

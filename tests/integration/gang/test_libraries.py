@@ -1,4 +1,4 @@
-"""Libraries are loaded ahead once for each Dask worker, if the user names them or they are safe."""
+"""Each Dask worker loads libraries once in advance, if the user names them or they are safe."""
 
 import os
 import site
@@ -89,7 +89,7 @@ def run(
 
 
 def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) -> None:
-    """`warm` loads it ahead, and later gangs that name it find it; others don't get it."""
+    """`warm` loads the library, and only later gangs that name it get it."""
     warm(client, preload=["good"])
     wait_until(lambda: bool(loads(tmp_path, "good")))
     _, servers, said = run(client, ("good",))
@@ -108,7 +108,7 @@ def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) 
 def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
     client: Client, tmp_path: Path
 ) -> None:
-    """It is named once, with the reason; the rest of the list is loaded ahead."""
+    """The log names the library and the reason once, and the others are loaded."""
     ranks, _, said = run(client, ("good", *REASONS))
     for library, reason in REASONS.items():
         assert f"not loaded ahead but in each rank: {library} ({reason})" in said
@@ -122,7 +122,7 @@ def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
 def test_a_library_is_tried_again_if_the_kernel_killed_its_server(
     client: Client, tmp_path: Path
 ) -> None:
-    """A gang whose server is killed as it loads goes without; the next one loads it ahead."""
+    """A gang whose server is killed while it loads runs without it; the next one loads it."""
     ranks, _, said = run(client, ("killed_once",))
     assert said == [
         "not loaded ahead but in each rank: killed_once (the fork server ended with status -9)"
@@ -137,7 +137,7 @@ def test_a_library_is_tried_again_if_the_kernel_killed_its_server(
 def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
     client: Client, tmp_path: Path
 ) -> None:
-    """What `warm` met is said by the next gang that names the library, and by no other."""
+    """The next gang that names the library reports the failure of `warm`, and no other gang."""
     warm(client, preload=["fails_once"])
     wait_until(lambda: bool(loads(tmp_path, "fails_once")))
     said = [run(client, preload)[2] for preload in ((), ("fails_once",), ("fails_once",))]
@@ -146,7 +146,7 @@ def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
 
 
 def test_a_worker_without_rank_0_keeps_no_note(client: Client) -> None:
-    """A later gang, whose rank 0 it has, says nothing that the first one has said."""
+    """A later gang doesn't repeat the message of an earlier one."""
     cluster: Any = client.cluster
     cluster.scale(2)
     client.wait_for_workers(2, timeout=HANG_S)
@@ -161,7 +161,7 @@ def test_a_worker_without_rank_0_keeps_no_note(client: Client) -> None:
 
 
 def test_a_librarys_signal_handler_is_the_ranks_and_not_the_servers(client: Client) -> None:
-    """SIGTERM does nothing to the server; its ranks have the handler that the library set."""
+    """The server ignores SIGTERM, and its ranks have the handler that the library set."""
     call: dict[str, Any] = {"world_size": 1, "preload": ("handles",)}
     ((has_handler, server),) = run_gang(client, "trains:handler", **call)
     assert has_handler
@@ -198,7 +198,7 @@ print(*reads)
 
 @pytest.mark.parametrize("library", SAFE_LIBRARIES)
 def test_safe_libraries_leave_a_fork_server_fit(library: str) -> None:
-    """Their import starts, opens, draws and changes nothing, and reads nothing of a rank's own."""
+    """The import of a safe library starts, opens, draws and changes nothing."""
     command = [sys.executable, "-c", PROBE, library]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     reads = subprocess.check_output(command, text=True, timeout=HANG_S, env=environment).split()

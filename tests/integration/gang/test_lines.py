@@ -1,4 +1,4 @@
-"""What becomes of ranks' lines: equal ones are one, floods are limited, all are in the storage."""
+"""Equal lines of ranks are merged, floods are limited, and the storage has all lines."""
 
 import logging
 import re
@@ -40,7 +40,7 @@ def flood(client: Client, attempt_log: CallAttemptLog) -> list[str]:
 def test_a_flood_is_limited_in_the_log_and_whole_in_the_storage(
     dask_client: Client, tmp_path: Path
 ) -> None:
-    """The log has its beginning, its end, and how many lines are elsewhere."""
+    """The log has the beginning, the end, and the number of lines left out."""
     folder = LogFolder(DirectoryStorage(tmp_path), "run")
     printed = [f"rank 1 prints line {number}" for number in range(NUM_LINES)]
     for attempt_log in (CallAttemptLog(7, logs=folder), CallAttemptLog(7)):
@@ -68,7 +68,7 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A line waits for equal ones of other ranks, but for no longer than until the gang fails."""
+    """A line waits for equal lines of other ranks, but not beyond the gang's failure."""
     monkeypatch.setattr(lines, "MERGE_S", 2 * HANG_S)
     call = {"world_size": 4, "ranks_per_worker": 2}
     with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
@@ -91,7 +91,7 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
 def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str
 ) -> None:
-    """What a rank had printed before the gang was stopped is passed on, all of it."""
+    """All lines that a rank printed before the gang was stopped arrive."""
     call: dict[str, Any] = {"args": (200,), "world_size": 2, "launcher": launcher}
     for _ in range(4 if launcher == "auto" else 2):
         caplog.clear()

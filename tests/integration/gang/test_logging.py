@@ -1,4 +1,4 @@
-"""Whose the loggers of a rank are: a script's root logger its own, ours always heard."""
+"""A script owns the root logger of its rank, and this package's loggers stay audible."""
 
 import logging
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_root_logger_of_a_script_is_its_own(
 def test_this_packages_loggers_stay_enabled(
     dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: Launcher
 ) -> None:
-    """`dictConfig` with its defaults silences other loggers, and none of this package."""
+    """`dictConfig` with its defaults silences other loggers, but none of this package."""
 
     def configure() -> None:
         import importlib

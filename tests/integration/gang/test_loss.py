@@ -1,4 +1,4 @@
-"""Workers, nannies and the scheduler, killed or stopped, while a gang runs or waits on them."""
+"""Workers, nannies and the scheduler are killed or stopped while a gang runs or waits."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_lost_worker(tmp_path: Path) -> None:
 
 
 def test_a_worker_lost_with_its_values() -> None:
-    """Killed after its rank returned, before its value was fetched: an error, no second run."""
+    """A worker killed before its values were fetched is an error, and nothing runs twice."""
     with own_cluster(1) as (_, client):
         says = "after its ranks had returned, with their values"
         with pytest.raises(WorkerLostError, match=says):
@@ -42,7 +42,7 @@ def test_a_worker_lost_with_its_values() -> None:
 
 @pytest.mark.usefixtures("short_liveness")
 def test_a_stopped_worker(tmp_path: Path) -> None:
-    """SIGSTOP of a worker: the error names it and its silence, and all ranks go."""
+    """After SIGSTOP of a worker the error names it and its silence, and all ranks end."""
     with own_cluster(2) as (_, client):
         (_, (address, worker)) = workers_of(client).items()
         try:
@@ -58,9 +58,7 @@ def test_a_stopped_worker(tmp_path: Path) -> None:
 
 
 def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGSTOP of a nanny is nobody's loss: its worker works on. SIGKILL takes its worker along:
-    that worker is lost, and all ranks go. SIGKILL of the scheduler: it is named, and nothing of the
-    gang is left."""
+    """A stopped nanny is no loss; a killed nanny or scheduler is named, and the ranks end."""
     stop(others.nannies[0])
     with Client(others.address, timeout=10) as client:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
@@ -76,7 +74,7 @@ def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Pa
 
 
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
-    """One of the busy workers it waits for leaves, another comes: it is placed anew and runs."""
+    """A waiting gang is placed again, and runs, after a busy worker was replaced."""
     with own_cluster(3) as (cluster, client), ThreadPoolExecutor(1) as pool:
         held, release, events = list(workers_of(client)), tmp_path / "release", list[object]()
         for address in held[:2]:

@@ -1,4 +1,4 @@
-"""Signals to every process of a run's own cluster: ranks save, and nothing is left."""
+"""All processes of a run's own cluster get signals: ranks save, and nothing remains."""
 
 import os
 import signal
@@ -32,8 +32,7 @@ if __name__ == "__main__":
 
 
 def test_sigterm_of_every_process_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """As `systemctl stop` and `scancel` send it: nannies, workers and fork servers leave it to the
-    ranks, which save, and to the flow, which closes the cluster."""
+    """Nannies, workers and fork servers ignore SIGTERM, so that the ranks have time to save."""
     with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
         nannies = [psutil.Process(worker.ppid()) for worker in workers_of(client).values()]
         with training(client, tmp_path) as (gang, ranks):
@@ -55,8 +54,7 @@ def test_sigterm_of_every_process_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["as_it_starts", "once_it_runs"])
 def test_a_cluster_that_got_signals_ends_with_its_killed_flow(tmp_path: Path, when: str) -> None:
-    """Nanny, worker and fork server, which do nothing at SIGTERM and SIGINT, end when the flow is
-    killed; also when their worker has not found its scheduler yet."""
+    """Processes that ignored SIGTERM and SIGINT end when the flow is killed."""
     script, pipe = tmp_path / "caller.py", subprocess.PIPE
     script.write_text(CALLER)
     command = [sys.executable, str(script)]

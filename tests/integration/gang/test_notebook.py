@@ -1,4 +1,4 @@
-"""What is defined in a notebook's cells, `__main__` there, runs on ranks."""
+"""Ranks run code that a notebook's cells define in `__main__`."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ CLOSE = "client.close()"
 def test_functions_and_classes_of_a_notebook_run_on_ranks(
     dask_cluster: LocalCluster, tmp_path: Any
 ) -> None:
-    """A function of its cells runs; edits count; values and errors are the cells' own classes."""
+    """Ranks run the current function of a cell, and return values and errors of its classes."""
     connect = CONNECT.format(dask_cluster.scheduler_address)
     sources = [DEFINE + connect, RUN, CHANGE, FAIL, CLOSE]
     cells = [nbformat.v4.new_code_cell(source) for source in sources]

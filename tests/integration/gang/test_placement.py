@@ -1,4 +1,4 @@
-"""Placement on real Dask processes: imitated hosts, IPv6, resources."""
+"""Gangs are placed on real Dask processes: imitated hosts, IPv6, resources."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def client() -> Iterator[Client]:
 
 
 def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
-    """127.0.0.1 and 127.0.0.2 count as two hosts: local ranks 0, 1, 0, 1."""
+    """127.0.0.1 and 127.0.0.2 count as two hosts, with the local ranks 0, 1, 0, 1."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"v4": 1})
     assert [rank["env"]["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert [rank["env"]["GROUP_RANK"] for rank in ranks] == ["0", "0", "1", "1"]
@@ -50,8 +50,7 @@ def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
 
 
 def test_an_uneven_tail(client: Client) -> None:
-    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
-    contiguous; 2 ranks use two of the four workers."""
+    """5 ranks with 2 on each worker are contiguous on hosts with 4 and 1."""
     call = {"resources": {"v4": 1}}
     two = run_gang(client, plain.environment, world_size=2, **call)
     assert [rank["WORLD_SIZE"] for rank in two] == ["2", "2"]
@@ -62,7 +61,7 @@ def test_an_uneven_tail(client: Client) -> None:
 
 
 def test_workers_on_ipv6(client: Client) -> None:
-    """Workers at tcp://[::1]: the ranks meet there, whoever initialises the process group."""
+    """The ranks of workers at tcp://[::1] meet there in both modes of the process group."""
     ranks = run_gang(client, whereabouts, world_size=2, resources={"v6": 1})
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == ["::1", "::1"]
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
@@ -71,7 +70,7 @@ def test_workers_on_ipv6(client: Client) -> None:
 
 
 def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
-    """`resources={"GPU": 1}`: the two that have one, and all of them for `world_size=None`."""
+    """`resources={"GPU": 1}` takes the two workers that have one, also for `world_size=None`."""
     for world_size in (2, None):
         ranks = run_gang(client, plain.environment, world_size=world_size, resources=GPUS)
         assert [(rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [
@@ -90,7 +89,7 @@ def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
 def test_too_few_workers_with_the_resources_is_refused(
     client: Client, world_size: int | None, num_gpus: int, says: str
 ) -> None:
-    """Refused at the deadline with both numbers, not waited for for ever."""
+    """The gang is refused at the deadline, with both numbers."""
     call = {"resources": {"GPU": num_gpus}, "workers_timeout_s": 0.5}
     with pytest.raises(NotEnoughWorkersError, match=says):
         run_gang(client, plain.sum_of_ones, world_size=world_size, **call)
@@ -103,7 +102,7 @@ def hold(name: str) -> None:
 
 
 def test_a_held_resource_is_waited_for(client: Client) -> None:
-    """A gang whose workers' GPU a task holds waits, says for what, and runs once it is free."""
+    """A gang waits for a GPU that a task holds, says so, and runs once it is free."""
     workers = client.scheduler_info(-1)["workers"].items()
     gpus = [address for address, worker in workers if "GPU" in worker["resources"]]
     task = client.submit(hold, "gpu", resources=GPUS, workers=gpus[:1], pure=False)

@@ -1,4 +1,4 @@
-"""A rank ends as Python does: handlers run, threads are waited for, files are written."""
+"""A rank ends as Python does: handlers run, threads are joined, files are written."""
 
 from pathlib import Path
 

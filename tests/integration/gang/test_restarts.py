@@ -25,7 +25,7 @@ from tests.workloads import failing
 
 
 def test_a_killed_rank_is_started_again_on_warm_hosts(dask_client: Client, tmp_path: Path) -> None:
-    """Attempt 2 runs in the same call, forked by the same helpers, counted as torchrun does."""
+    """Attempt 2 runs in the same call and is forked by the same servers."""
     events: list[GangEvent] = []
     options = {"max_restarts": 2, "on_event": events.append}
     args = ([1], "SIGKILL", str(tmp_path))
@@ -52,8 +52,7 @@ def kill_when_all_hold(folder: Path, num_ranks: int, victim: Callable[[], int]) 
 def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With min_world_size=1 one rank trains on. The worker came late: until then the gang said
-    how many it had of how many, again and again."""
+    """With `min_world_size=1` the remaining rank keeps training."""
     monkeypatch.setattr(launch, "FULL_SIZE_S", 1.0)
     events: list[GangEvent] = []
     call = {"args": (str(tmp_path),), "world_size": 2, "max_restarts": 1, "min_world_size": 1}
@@ -73,7 +72,7 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
 def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too few workers are left for a restart; the cause of that error is the loss."""
+    """The loss is the cause of the error that names the lack of workers."""
     monkeypatch.setattr(launch, "FULL_SIZE_S", 1.0)
     call = {"args": (str(tmp_path),), "world_size": 2, "max_restarts": 1, "workers_timeout_s": 3.0}
     with (
@@ -91,8 +90,7 @@ def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
 def test_a_worker_that_comes_back_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its nanny starts the killed worker anew: the gang has the size again with which it began,
-    all workers."""
+    """After the nanny has restarted the killed worker, the gang has its full size again."""
     monkeypatch.setattr(launch, "FULL_SIZE_S", HANG_S)  # a loaded machine needs more than 10 s
     events: list[GangEvent] = []
     options = {"max_restarts": 1, "min_world_size": 1, "on_event": events.append}
@@ -108,7 +106,7 @@ def test_a_worker_that_comes_back_is_waited_for(
 def test_identical_failures_are_reported_once(
     dask_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank raises the same: one line with all of them, and nobody is a consequence."""
+    """The same error of all ranks is one line that names all of them as causes."""
     monkeypatch.setattr(root_cause, "IDENTICAL_S", 60.0)  # ends as soon as all ranks have failed
     says = r"ranks 0, 1 on 127\.0\.0\.1 failed in attempt 1: ValueError: bad lr"
     with pytest.raises(RankFailedError, match=says) as caught:

@@ -42,8 +42,7 @@ def train(
 
 
 def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
-    """A worker joins a gang of one rank: it saves, ends in order and goes on with two, though it
-    may not be restarted; batches and weights are those of one undisturbed rank."""
+    """A gang of one rank adds a worker without a restart, and keeps batches and weights."""
     events: list[GangEvent] = []
     plan = {1: {"step": 5, "how": "grow"}}
     (tmp_path / "undisturbed").mkdir()
@@ -66,7 +65,7 @@ def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_next_attempt_waits_for_a_gang_on_a_retired_worker_alone(tmp_path: Path) -> None:
-    """Dask has forgotten the worker, whose rank has yet to save: it is waited for, and said."""
+    """The next attempt waits for a retired worker whose rank still saves, and says so."""
     said: list[str] = []
     plan = {1: {"step": 9, "how": "grow"}}  # which it never takes
     with own_cluster(2) as (_, client), ThreadPoolExecutor(2) as pool:
@@ -86,7 +85,7 @@ def test_the_next_attempt_waits_for_a_gang_on_a_retired_worker_alone(tmp_path: P
 
 
 def test_what_may_pass_is_tried_again(dask_client: Client, tmp_path: Path) -> None:
-    """The same error at another step, an OSError, and errors with something else between them."""
+    """An OSError, an error at another step, and alternating errors are tried again."""
     hows = "ValueError", "OSError", "OSError", "ValueError", "SIGKILL", "ValueError"
     plan = {attempt: {"step": 4, "how": how} for attempt, how in enumerate(hows, 1)}
     plan[7] = {"step": 3, "how": "ValueError"}
@@ -97,7 +96,7 @@ def test_what_may_pass_is_tried_again(dask_client: Client, tmp_path: Path) -> No
 def test_a_record_that_cannot_be_written_hides_no_failure(
     dask_client: Client, tmp_path: Path
 ) -> None:
-    """The failure of the rank is what is raised; that it isn't on record is said."""
+    """The rank's failure is raised, and the log says that it wasn't recorded."""
     (tmp_path / "store" / "runs" / "run").mkdir(parents=True)
     (tmp_path / "store" / "runs" / "run" / "failures").write_text("not a folder")
     events: list[GangEvent] = []
@@ -108,7 +107,7 @@ def test_a_record_that_cannot_be_written_hides_no_failure(
 
 
 def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path: Path) -> None:
-    """While attempt 1 ran, somebody who took it for lost began attempt 2: that one goes on."""
+    """An attempt 2 that somebody began while attempt 1 still ran continues."""
     storage = DirectoryStorage(tmp_path / "store")
     attempt_log = RunAttemptLog(storage, "run", knows_steps=False)
 

@@ -1,4 +1,4 @@
-"""Samples of what tests/chaos does at length: kill points, seeded faults, and nothing left."""
+"""Samples of tests/chaos: kill points, seeded faults, and no remains."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -21,14 +21,14 @@ OVER_THE_WIRE = "wire-manifest-after wire-upload-part-within"
 
 @pytest.mark.parametrize("point", sample(KINDS), ids=attrgetter("name"))
 def test_killed_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """Killed in an epoch, a save, a commit or a clean-up, it ends as if it were not."""
+    """A training killed in an epoch, a save, a commit or a clean-up ends as if it weren't."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", sample(OVER_THE_WIRE), ids=attrgetter("name"))
 def test_killed_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """Also within an upload in parts, and where the commit's answer is never heard."""
+    """A training may also be killed in an upload by parts, or before it hears a commit's answer."""
     strike_at(point)
 
 
@@ -39,5 +39,5 @@ def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fau
 
 
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However gangs end, no process, port, file descriptor, thread or temporary file is left."""
+    """However gangs end, no process, port, file descriptor, thread or temporary file remains."""
     assert_nothing_is_left(tmp_path, monkeypatch, len(MIX))

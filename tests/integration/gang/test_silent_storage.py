@@ -1,4 +1,4 @@
-"""A storage that never answers: the user's failure comes first, and a training goes on."""
+"""A storage never answers: the user's failure comes first, and a training continues."""
 
 import atexit
 import threading
@@ -92,7 +92,7 @@ def test_a_rank_that_lingers_and_a_silent_storage_take_no_line_from_the_log(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Together they hold the agent up for ten seconds, which its caller waits for."""
+    """The caller waits ten seconds for an agent that both of them hold up."""
     monkeypatch.setattr(liveness, "STORAGE_LIMIT_S", 5.0)
     events: list[GangEvent] = []
     call = {"world_size": 1, "process_group": "none", "on_event": events.append}
@@ -114,7 +114,7 @@ def texts(events: list[GangEvent]) -> str:
 def test_the_error_comes_first(
     dask_client: Client, open_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While checkpoint and records wait for a storage that its client gives up after minutes."""
+    """The error arrives while checkpoint and records wait minutes for the storage."""
     monkeypatch.setattr(liveness, "STORAGE_LIMIT_S", 5.0)
     monkeypatch.setattr(liveness, "STORAGE_QUIET_S", 1.0)
     events: list[GangEvent] = []
@@ -137,7 +137,7 @@ def test_the_error_comes_first(
 def test_a_training_goes_on_beside_a_silent_storage(
     dask_client: Client, open_s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """The save that hangs holds up no step; a warning names its object; the next one works."""
+    """A save that hangs holds up no step, a warning names its object, and the next save works."""
     events: list[GangEvent] = []
     failures: list[BaseException] = []
 

@@ -25,8 +25,7 @@ def servers_of(client: Client) -> list[psutil.Process]:
 
 
 def test_servers_live_as_long_as_their_workers() -> None:
-    """`warm` starts one on each worker, and gangs fork from them; a second call changes nothing. A
-    worker that is killed, or closes, takes its own along."""
+    """`warm` starts one fork server on each worker, which ends with its worker."""
     with own_cluster(2) as (_, client):
         assert run_gang(client, plain.sum_of_ones, world_size=1, launcher="exec") == [1.0]
         assert servers_of(client) == [], "nothing is warmed for fresh processes"
@@ -47,7 +46,7 @@ def test_servers_live_as_long_as_their_workers() -> None:
 
 
 def test_workers_without_this_package_are_named(tmp_path: Path) -> None:
-    """Warming harms nobody, and a gang says what is missing."""
+    """`warm` does no harm there, and a gang says what is missing."""
     without = tmp_path / "without.py"
     without.write_text("import sys\nsys.modules['prefect_torch_ddp'] = None\n")
     with own_cluster(1, preload=[str(without)]) as (_, client):
@@ -57,7 +56,7 @@ def test_workers_without_this_package_are_named(tmp_path: Path) -> None:
 
 
 def test_an_idle_server_ends_and_the_next_gang_starts_another(tmp_path: Path) -> None:
-    """The preload warms a worker as it starts."""
+    """A server that the preload started ends when it is idle, and the next gang starts another."""
     impatient = tmp_path / "impatient.py"
     impatient.write_text(
         "from prefect_torch_ddp.gang.worker import fork_client\nfork_client.IDLE_S = 3.0\n"

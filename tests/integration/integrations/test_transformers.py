@@ -1,4 +1,4 @@
-"""Transformers' Trainer on real ranks: killed, it ends with the bits of the undisturbed run."""
+"""Transformers' Trainer is killed on real ranks and ends with the undisturbed bits."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ pytestmark = [
 def test_a_killed_trainer_ends_with_the_undisturbed_bits(
     tmp_path: Path, dask_cluster: LocalCluster
 ) -> None:
-    """With dropout, from the midst of an epoch; its steps, metrics and checkpoints are shown."""
+    """A Trainer with dropout resumes in mid-epoch, and shows steps, metrics and checkpoints."""
     policy = CheckpointParams(every_s=None, every_steps=4)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
@@ -52,7 +52,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
 
 
 def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
-    """When it is asked to, after the step in which it was; what it can't keep right is refused."""
+    """A Trainer stops after the step of the request, and refuses what it can't keep right."""
     values = train_on(2, config_for(tmp_path, 4), trainers.stopped_transformers, str(tmp_path))
     assert [int(value.split()[0]) for value in values] == [6, 6]
     newest = list_manifests(DirectoryStorage(tmp_path), "run")[-1]
