@@ -75,8 +75,8 @@ def evaluate_flow(
     """Evaluate a checkpoint of a run of train_flow on held-out data, also while it trains.
 
     Args:
-        checkpoint: its URI, as in the event `prefect-torch-ddp.checkpoint.committed` and the
-            report; or a run's, `<storage>/runs/<run id>`, for its newest checkpoint.
+        checkpoint: its URI, as the report and the event prefect-torch-ddp.checkpoint.committed
+            have it; or a run's URI, s3://bucket/prefix/runs/ID, for its newest checkpoint.
         storage: the block of the run's storage, where that has credentials of its own.
         cluster: which Dask cluster evaluates; None: one like the run's.
 

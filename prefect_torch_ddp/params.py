@@ -1,13 +1,12 @@
 """The parameters of gangs, tasks and flows: each option, its type, default and meaning, once."""
 
-import inspect
 import ipaddress
 import math
 import os
 import re
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Annotated, Any, Literal, Self, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,6 +19,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.form import arrange
 from prefect_torch_ddp.protocol.rank import Backend, Launcher
 
 Determinism = Literal["default", "elastic"]
@@ -42,19 +42,11 @@ Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
 """A path, a URI or a block that names a storage; a `pathlib.Path` is taken too."""
 
 
-def _place_in_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Give each field a place in Prefect's run form: a class's own fields before its base's."""
-    own_first = (name for base in model.__mro__ for name in inspect.get_annotations(base))
-    fields = dict.fromkeys(name for name in own_first if name in schema.get("properties", {}))
-    for position, name in enumerate(fields):
-        schema["properties"][name]["position"] = position
-
-
 class Params(BaseModel):
     """The base of all parameter models: frozen, and an unknown name is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_place_in_form
+        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=arrange
     )
 
 
@@ -230,11 +222,11 @@ class ContextParams(GangParams):
     checkpoint: CheckpointParams = Field(default_factory=CheckpointParams)
     """When checkpoints are written, which are kept."""
     resume_from: str | None = None
-    """Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another
-    storage; append /checkpoints/step-00000400 for a certain checkpoint. latest: the newest run of
-    this deployment, flow and workload (or task), if it did not finish; best: their best completed
-    run, of which only the weights of modules are loaded. Without such a run, the training starts
-    from the beginning."""
+    """Run whose newest checkpoint this one starts from: its id, or its URI in another storage,
+    `s3://bucket/prefix/runs/ID`; append `/checkpoints/step-00000400` for a certain checkpoint.
+    latest: the newest run of this deployment, flow and workload (or task), if it did not finish;
+    best: their best completed run, of which only the weights of modules are loaded. Without such a
+    run, the training starts from the beginning."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""
@@ -279,6 +271,20 @@ def _module_name(value: object) -> object:
 
 class TrainParams(ContextParams):
     """All parameters of a run of train-ddp."""
+
+    # What people touch comes first; the form has no groups but models within models.
+    first_in_form: ClassVar[tuple[str, ...]] = (
+        "workload",
+        "world_size",
+        "options",
+        "data_options",
+        "source",
+        "storage",
+        "resume_from",
+        "seed",
+        "checkpoint",
+        "cluster",
+    )
 
     workload: Annotated[str, BeforeValidator(_module_name)] = "prefect_torch_ddp.examples.digits"
     """Module (or module:object) with the functions prepare, train and evaluate."""
