@@ -231,7 +231,7 @@ def check_resumed_once(report: TrainReport) -> None:
 
 @contextlib.contextmanager
 def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator[psutil.Process]:
-    """Run train_flow from a process of its own, as a script does; yield it when the training
+    """Run train_flow from a separate process, as a script does; yield it when the training
     has left its mark."""
     with flow_process_of(folder, params.model_dump_json()) as process:
         wait_until(mark.exists, 200)

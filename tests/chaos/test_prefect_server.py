@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Server:
-    """A Prefect server with a database and a port of its own."""
+    """A Prefect server with its own database and port."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -94,8 +94,8 @@ def test_a_lease_survives_a_restart_of_the_server(server: Server) -> None:
 
 
 def _strike(server: Server, folder: Path) -> int:
-    """Kill the server in the middle of the training, start it when ranks went on without it;
-    return how many steps they made."""
+    """Kill the server in the middle of the training, start it when ranks have continued
+    without it; return how many steps they made."""
     try:
         wait_until(lambda: _step(folder) > 20, 200)
         server.kill()

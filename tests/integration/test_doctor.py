@@ -1,4 +1,4 @@
-"""The doctor, as the command that is installed; and what it finds refused by a gang, too."""
+"""The installed doctor finds what is wrong, and a gang refuses it too."""
 
 import asyncio
 import contextlib
@@ -36,8 +36,7 @@ def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
-    """Left to itself it starts a local cluster, tries a gang and the storage, and leaves nothing
-    there."""
+    """By default the doctor starts a local cluster, tries a gang and the storage, and cleans up."""
     done = doctor("--storage", str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     for said in (
@@ -53,8 +52,7 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
 
 
 def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
-    """Workers are named that would run out of files, though the doctor's own gang does not. A
-    package that they don't have is no version that differs, and named all the same."""
+    """Workers with few open files are named, and so are packages that a worker lacks."""
 
     def limit_files(soft: int) -> int:
         before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,7 +84,7 @@ def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
 
 
 def test_who_is_not_reached() -> None:
-    """A worker at a port where nobody listens is named with the reason, one that listens isn't."""
+    """A worker at a port where nobody listens is named with the reason."""
     with socket.create_server(("127.0.0.1", 0)) as listens, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         found = asyncio.run(
@@ -97,7 +95,7 @@ def test_who_is_not_reached() -> None:
 
 
 def test_no_scheduler_no_storage() -> None:
-    """All that is wrong is listed at once."""
+    """The doctor lists all problems at once."""
     done = doctor("--cluster", "tcp://127.0.0.1:9", "--storage", "gs://models", "--limit-s", "2")
     assert done.returncode == 1
     assert "2 problems" in done.stdout
@@ -107,8 +105,7 @@ def test_no_scheduler_no_storage() -> None:
 
 
 def test_versions_that_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker with another version of this package is named by the doctor, and refused by a gang
-    before it starts, by an error with both sides."""
+    """A worker with another version of the package is named, and a gang refuses it."""
     other = tmp_path / "other" / "prefect_torch_ddp-99.0.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text(
@@ -159,7 +156,7 @@ cluster_kwargs:
 def test_a_batch_systems_file_is_looked_at_without_a_job(
     tmp_path: Path, text: str, status: int, says: list[str]
 ) -> None:
-    """Its job script is shown; what is wrong with it, or with this machine, is named."""
+    """The doctor shows the job script, and names what is wrong with it or the machine."""
     file = tmp_path / "slurm.yaml"
     file.write_text(text, encoding="utf-8")
     command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))

@@ -1,4 +1,4 @@
-"""What importing each public name loads: no library before it is needed."""
+"""Importing a public name loads no library before it is needed."""
 
 import subprocess
 import sys
@@ -34,8 +34,7 @@ STEPS = [
 
 
 def test_a_fresh_interpreter_loads_only_what_it_needs() -> None:
-    """One name after the other: values load no heavy library, nor does a rank's; a caller and a
-    Dask worker load no torch, and a gang's neither torch nor Prefect."""
+    """Each name loads only the libraries of its kind of process."""
     code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step, _ in STEPS)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
@@ -45,7 +44,7 @@ def test_a_fresh_interpreter_loads_only_what_it_needs() -> None:
 
 
 def test_the_commands_help_loads_nothing_heavy() -> None:
-    """A shell's completion waits for it, too; pydantic is typer's own."""
+    """Help and a shell's completion load nothing heavier than typer's pydantic."""
     code = f"import sys{HELP}print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)

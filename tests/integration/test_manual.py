@@ -1,4 +1,4 @@
-"""The manual's programs, as a reader types them: each recipe, and the tutorial from end to end."""
+"""The manual's programs run as a reader types them: each recipe and the whole tutorial."""
 
 import json
 import os
@@ -86,7 +86,7 @@ PROMISES: dict[str, Callable[[str], bool]] = {
 @pytest.mark.parametrize("recipe", PROMISES)
 @pytest.mark.usefixtures("prefect_api")
 def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path) -> None:
-    """Its program runs as it stands, and prints what the recipe promises."""
+    """The program runs unchanged and prints what the recipe promises."""
     program = program_of(recipe, tmp_path)
     said = run(sys.executable, program, folder=tmp_path, timeout_s=COMMAND_S)
     assert PROMISES[recipe](said), said
@@ -96,7 +96,7 @@ def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path) -> None:
 
 
 def test_each_recipe_is_a_test() -> None:
-    """No recipe is without one, and the table of recipes has each."""
+    """Every recipe has a test and a line in the table of recipes."""
     recipes = {page.stem for page in DOCS.glob("recipes/*.md")} - {"index"}
     assert recipes == PROMISES.keys() | {"storage"}
     table = (DOCS / "recipes/index.md").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ class TestTheRecipesStorage(StorageConformance):
 
 @contextmanager
 def terminal(command: str, folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Type a command that stays in the foreground of a terminal of its own, until Ctrl-C."""
+    """Type a command that stays in the foreground of its terminal, until Ctrl-C."""
     with (folder / "terminal.log").open("ab") as log:
         process = subprocess.Popen(
             ["bash", "-ec", command],
@@ -161,8 +161,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.long
 def test_the_tutorial_from_a_script_to_a_nightly_run(tmp_path: Path) -> None:
-    """Every program and command, in their order: the script, the workload on one rank and on two,
-    a killed rank, a server, a deployment, a worker, tonight's run and what it left."""
+    """Every program and command of the tutorial works, in order."""
     port = str(free_port())
     environment = {
         **os.environ,

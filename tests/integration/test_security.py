@@ -1,5 +1,5 @@
-"""docs/security.md: encrypted clusters, strangers at every socket, secrets that stay where they
-are."""
+"""docs/security.md holds: encrypted clusters, strangers at every socket, secrets that don't
+leak."""
 
 import itertools
 import os
@@ -72,8 +72,7 @@ def tls_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeparateCl
 def test_a_cluster_with_certificates_from_dasks_configuration(
     tls_cluster: SeparateCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its tls:// address alone: a gang, a whole run and the doctor; who has no certificate, or
-    one of another authority, gets no connection."""
+    """A gang, a run and the doctor need only a tls:// address; strangers get no connection."""
     address, storage = tls_cluster.address, str(tmp_path / "store")
     assert address.startswith("tls://")
     with Client(address) as client:
@@ -94,7 +93,7 @@ def test_a_cluster_with_certificates_from_dasks_configuration(
 
 
 class Bomb:
-    """Makes a folder where somebody unpickles it."""
+    """Makes a folder when somebody unpickles it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -121,9 +120,7 @@ def payloads(folder: Path) -> Iterator[bytes]:
 
 
 def test_a_stranger_at_every_socket(tls_cluster: SeparateCluster, tmp_path: Path) -> None:
-    """Whatever comes to any port of a running gang, its agents and its scheduler, and into all keys
-    of its store, nothing of it is run, and the gang ends as it would have. Everything listens at
-    the address that workers and ranks were given, at no other."""
+    """Nothing that arrives at a port or a key of the store is run, and the gang ends as usual."""
     folder, ran = tmp_path / "gang", tmp_path / "ran"
     folder.mkdir()
     with (
@@ -167,7 +164,7 @@ def spoil_store(port: int, said: bytes) -> None:
 
 
 def ports_of(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return where a process listens."""
+    """Return the ports and addresses at which a process listens."""
     return {
         (each.laddr.ip.removeprefix("::ffff:"), each.laddr.port)
         for each in process.net_connections("inet")
@@ -217,9 +214,7 @@ def test_a_secret_is_nowhere(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Not a block's key, nor the caller's environment, Prefect's credentials or secrets among the
-    options, in a run that fails once: in the server's database, the storage, results, logs, command
-    lines and the environment of ranks. Only parameters are kept by Prefect as they were given."""
+    """No secret is in the database, storage, results, logs, command lines or ranks of a run."""
     in_options = {name: f"hunter2-{name}" for name in ("password", "url", "listed", "data")}
     secrets = {**in_options, **WORKER_SECRETS, "HF_TOKEN": "hunter2-of-the-caller"}
     secrets["block"] = s3_server.keys["owner"][1]

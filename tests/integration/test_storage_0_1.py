@@ -1,5 +1,5 @@
-"""A storage that version 0.1 left, in a directory and in a bucket: it is trained on, evaluated and
-read as if this version had written it."""
+"""This version trains on, evaluates and reads a storage of version 0.1, in a directory and a
+bucket."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def check_reading(storage: Storage) -> None:
 
 
 def resume(storage: str, cluster: ClusterParams) -> TrainReport:
-    """Continue the training for another epoch, in a run of its own."""
+    """Continue the training for another epoch, in a new run."""
     params = TrainParams(
         workload="tests.data.make_storage",
         storage=storage,
@@ -71,8 +71,7 @@ def test_it_is_read_resumed_and_evaluated(
     tmp_path: Path,
     where: Literal["directory", "bucket"],
 ) -> None:
-    """A new run continues from its last checkpoint, an old checkpoint is evaluated from its
-    record alone, and nothing of the old run changes."""
+    """A new run resumes, an old checkpoint is evaluated, and the old run stays as it was."""
     storage: Storage
     if where == "directory":
         storage = DirectoryStorage(copied(tmp_path / "storage"))
@@ -109,7 +108,7 @@ def test_it_is_read_resumed_and_evaluated(
 
 
 def test_a_newer_checkpoint_ends_the_flow_by_name(shared: ClusterParams, tmp_path: Path) -> None:
-    """Before anything starts; no older checkpoint is taken, and nothing is deleted."""
+    """The flow ends before anything starts, falls back to nothing and deletes nothing."""
     storage = DirectoryStorage(copied(tmp_path / "storage"))
     key = f"runs/{RUN_ID}/checkpoints/step-00000015/000002/manifest.json"
     rewrite(storage, key, NEWER)

@@ -1,4 +1,4 @@
-"""What is installed is the product: the wheel alone, with the checkout on no path."""
+"""The installed wheel is the whole product, with the checkout on no path."""
 
 import os
 import re
@@ -38,11 +38,9 @@ def built_wheel(folder: Path) -> Path:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """Install the wheel into an environment with links to what is installed here, but for our
-    own; give the Python.
-
-    To install all that the wheel requires takes minutes and gigabytes: `make wheel` does.
-    """
+    """Install the wheel into an environment with links to the packages installed here,
+    except this one; give the Python. Installing everything that the wheel requires takes
+    minutes and gigabytes: `make wheel` does it."""
     venv.create(folder, symlinks=True)
     there = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
     ours = shutil.ignore_patterns("_prefect_torch_ddp.pth", "prefect_torch_ddp-*")
@@ -96,7 +94,7 @@ def name_of(example: str) -> str:
 
 
 def check_examples(python: Path, home: Path, timeout_s: float = LIMIT_S) -> None:
-    """Run each of the README's Python examples as it stands, in a folder of its own; it ends well
+    """Run each of the README's Python examples unchanged in a separate folder; it ends well
     and prints what the README promises."""
     for example in EXAMPLES:
         folder = home / name_of(example).removesuffix(".py")
@@ -135,8 +133,7 @@ def check_deployed(python: Path, folder: Path) -> None:
 
 @pytest.mark.timeout(INSTALL_S + 8 * LIMIT_S)
 def test_what_is_installed_is_the_product(tmp_path: Path) -> None:
-    """No generic name such as `flows` is installed, and the checkout is on no path; the README's
-    examples run as they stand; the flow can be deployed from the package."""
+    """The wheel installs no generic name, and the README's examples run from it."""
     wheel = built_wheel(tmp_path)
     tops = {name.partition("/")[0] for name in ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"prefect_torch_ddp"}

@@ -59,7 +59,7 @@ def damage(storage: Storage, key: str, how: str = "flipped") -> None:
 
 
 def damage_in_the_store(storage: S3Storage, key: str) -> None:
-    """Flip a bit as a disk does: what the store tells beside the content stays."""
+    """Flip a bit as a disk does; what the store keeps next to the content stays."""
     client, place = client_of(storage), {"Bucket": storage.bucket, "Key": storage.name_of(key)}
     metadata = client.head_object(**place)["Metadata"]
     client.put_object(**place, Body=_flipped(storage.read(key)), Metadata=metadata)

@@ -79,7 +79,7 @@ def damage_newest(storage: Storage) -> None:
 
 
 def delete_all(storage: Storage) -> None:
-    """Do as a person who wants the run to begin anew."""
+    """Do as a person who wants the run to start over."""
     for found in list(storage.list(checkpoints_prefix("run"))):
         storage.delete(found.key)
 

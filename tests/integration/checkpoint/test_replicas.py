@@ -110,7 +110,7 @@ def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
 
 
 def read_on(ctx: RankContext, by: str) -> list[Any]:
-    """Track where each rank is in its own data, and a tensor it prefetched; read on in it."""
+    """Track each rank's position in its own data and a prefetched tensor; continue to read."""
     reader = Tracked({"position": 10 * ctx.rank, "batch": torch.full((2,), float(ctx.rank))})
     if by == "track":
         ctx.track(reader=reader)

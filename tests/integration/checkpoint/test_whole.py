@@ -193,7 +193,7 @@ def test_a_state_dict_that_gathers_is_refused(tmp_path: Path, *, from_start: boo
 
 
 def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:
-    """Train a sharded model as docs/limits.md shows; return where it began, and its weights."""
+    """Train a sharded model as docs/limits.md shows; return its first step and its weights."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

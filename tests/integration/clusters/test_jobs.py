@@ -48,7 +48,7 @@ EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 
 
 def example(site: Site, folder: Path) -> ClusterParams:
-    """Return the example with what an operator adapts: how many, which interface, where logs."""
+    """Return the example with what an operator adapts: number, interface and folder of logs."""
     values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
     values["cluster_kwargs"] |= {
         "python": f"exec {sys.executable}",
@@ -85,7 +85,7 @@ def cancel_a_job(site: Site, folder: Path, *, of_task: bool) -> str:
 
 
 def end_a_job(site: Site, folder: Path) -> int:
-    """Announce the end of a job, and end the training that goes on; return the step before."""
+    """Announce the end of a job, and end the training that continues; return the step before."""
     # On Slurm by its signal ahead of the end, of the job that runs the task too; on PBS by SIGTERM.
     job_id = job_of(site, folder, of_task=site.name == "slurm")
     ranks = pids_in(folder, 2)

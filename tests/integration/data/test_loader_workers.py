@@ -58,7 +58,7 @@ def test_batches_stay_as_they_came(prefetch_factor: int) -> None:
 
 
 class Loaded(Numbers):
-    """Reads another dataset, by a loader of its own without workers."""
+    """Reads another dataset with its own loader, which has no workers."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         (batch,) = loader_of(Blocks(2), 2, shuffle=False)
@@ -97,7 +97,7 @@ def _with_draws(samples: list[torch.Tensor]) -> tuple[float, ...]:
 
 
 class Quiet(Numbers):
-    """Draws from torch's generator alone, as most augmentations do."""
+    """Draws only from torch's generator, as most augmentations do."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([index, torch.rand(()).item()])

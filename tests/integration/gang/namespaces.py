@@ -38,7 +38,7 @@ def why_none() -> str | None:
 
 
 class Host:
-    """A host of its own; `with` makes it and takes it down with its interfaces."""
+    """A separate host; `with` makes it and takes it down with its interfaces."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Host:
 
 
 class Switch:
-    """A network, on a bridge of its own: hosts that are plugged in reach each other."""
+    """A network on its own bridge: hosts that are plugged in reach each other."""
 
     def __init__(self, host: Host) -> None:
         """Put the bridge on a host where nothing else is."""

@@ -36,7 +36,7 @@ def num_workers(client: Client) -> int:
 
 
 def num_asked(client: Client) -> int:
-    """Count the tasks that stand for workers that a gang lacks."""
+    """Count the stand-in tasks for workers that a gang lacks."""
 
     def count(dask_scheduler: Scheduler) -> int:
         return sum(str(key).startswith(PREFIX) for key in dask_scheduler.tasks)

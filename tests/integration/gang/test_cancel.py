@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 
 def start_caller(client: Client, folder: Path) -> BaseProcess:
-    """Run a gang from a process of its own."""
+    """Run a gang from a separate process."""
     folder.mkdir()
     args = client.scheduler.address, str(folder)
     caller = multiprocessing.get_context("spawn").Process(target=call_sleeping_gang, args=args)

@@ -17,7 +17,7 @@ from tests.workloads import hanging, plain
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """Connect to a cluster of its own: two workers of one thread."""
+    """Connect to a separate cluster: two workers of one thread."""
     with own_cluster(2) as (_, client):
         yield client
 

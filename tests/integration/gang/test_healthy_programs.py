@@ -25,7 +25,7 @@ LONGER_THAN_A_LOOK_S = 12.0
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    """Connect to a cluster of its own: three workers of one thread."""
+    """Connect to a separate cluster: three workers of one thread."""
     with own_cluster(3) as (_, client):
         yield client
 

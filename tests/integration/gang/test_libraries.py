@@ -44,7 +44,7 @@ REASONS = {
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """Start a cluster of one worker that has a folder of installed packages of its own."""
+    """Start a cluster of one worker that has its own folder of installed packages."""
     user_site = sysconfig.get_path("purelib", "posix_user", vars={"userbase": str(tmp_path)})
     installed, own = Path(user_site), tmp_path / "own"
     for folder in (installed, own, tmp_path / "loads"):

@@ -107,7 +107,7 @@ def test_a_rank_that_lingers_and_a_silent_storage_take_no_line_from_the_log(
 
 
 def texts(events: list[GangEvent]) -> str:
-    """Return all that was said."""
+    """Return all log texts."""
     return "\n".join(str(getattr(event, "text", "")) for event in events)
 
 

@@ -1,4 +1,4 @@
-"""Folders that ranks commit: found by another attempt and world size, and never a half of one."""
+"""Another attempt and world size find the folders that ranks commit, and never half of one."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def train(ctx: RankContext, steps: int, dies_at: int | None) -> tuple[list[str],
 
 
 def test_a_killed_commit_does_not_count_and_another_world_size_goes_on(tmp_path: Path) -> None:
-    """Each rank's files are found by all ranks, of the last step that all had committed."""
+    """All ranks find each rank's files of the last step that all had committed."""
     _, died = train_on(2, config_for(tmp_path), train, 8, 6)
     assert isinstance(died, Died)
     storage = DirectoryStorage(tmp_path)

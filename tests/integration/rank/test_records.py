@@ -1,4 +1,4 @@
-"""What ranks put on record: their times, by which the slow one is named, and their samples."""
+"""The records of ranks have their samples, and times that name the slow rank."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def train(ctx: RankContext, until: str) -> None:
 
 
 def test_the_slow_rank_is_named_while_it_trains(tmp_path: Path) -> None:
-    """20 ms a step, within 30 s."""
+    """A rank that is 20 ms slower in each step is named within 30 s."""
     storage, until = DirectoryStorage(tmp_path), tmp_path / "enough"
 
     def names_it() -> bool:
@@ -63,8 +63,7 @@ def lengths(words: list[tuple[torch.Tensor]]) -> list[int]:
 
 
 def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) -> None:
-    """Through the user's own collate function, which sees nothing of it; nor does a pass for
-    evaluation."""
+    """The user's collate function doesn't see the ids."""
     with RankContext.local(storage=tmp_path, ledger=True) as ctx:
         options: dict[str, Any] = {"num_workers": 2, "collate_fn": lengths}
         loader = ctx.loader(TensorDataset(torch.arange(11)), global_batch_size=4, **options)
@@ -78,7 +77,7 @@ def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) ->
 
 
 def test_a_sample_that_collate_fn_left_out_is_missing_in_the_ledger(tmp_path: Path) -> None:
-    """One rank trains on what is left, and its records say on what."""
+    """The records name the samples on which a single rank trained."""
     with RankContext.local(storage=tmp_path, ledger=True) as ctx:
         loader = ctx.loader(broken(), global_batch_size=8, collate_fn=drop)
         for batch in ctx.steps(loader, epochs=1):

@@ -1,5 +1,4 @@
-"""Every record of every rank and every file handed over is in the bucket, whatever ended the
-ranks."""
+"""The bucket has every record and every saved file of every rank, however the ranks ended."""
 
 import math
 from collections.abc import Callable
@@ -54,8 +53,7 @@ def steps_and_ranks(frame: Any) -> list[tuple[int, int]]:
 def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     chain_s3_server: S3Server, dask_client: Client
 ) -> None:
-    """2 ranks x 1,500 steps: 3,000 records in few objects; read by the URI with the AWS chain
-    while they are written."""
+    """3,000 records of 2 ranks are in few objects, and are read while they are written."""
     storage = chain_s3_server.storage()
     seen: list[int] = []
 
@@ -85,9 +83,7 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
 def test_killed_ranks_take_no_record_and_no_file_along(
     s3_server: S3Server, dask_client: Client
 ) -> None:
-    """Neither their own nor those of the other, which is killed with them and had its newest
-    records nowhere else: those of an attempt that is followed by another, and those of the last.
-    The file of ctx.save is in the bucket, too."""
+    """No record and no file of killed ranks is lost, in the last attempt or an earlier one."""
     storage = s3_server.storage()
     options = {"num_steps": NUM_STEPS, "kill": {1: [1, 700], 2: [0, 1250]}}
     with pytest.raises(RankFailedError, match="SIGKILL"):

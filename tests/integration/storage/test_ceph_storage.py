@@ -26,12 +26,12 @@ class TestS3StorageOnCeph(StorageConformance, S3Conformance):
 
     @pytest.fixture
     def make_storage(self, ceph_server):
-        """Make storages under prefixes of their own."""
+        """Make storages under separate prefixes."""
         return ceph_server.storage
 
 
 def test_a_wrong_clock_is_named(ceph_server, monkeypatch):
-    """This machine's clock is an hour behind: the store refuses what was signed by it."""
+    """The store refuses what a machine signed whose clock is an hour late."""
     import botocore.auth
 
     now = botocore.auth.get_current_datetime
@@ -44,7 +44,7 @@ def test_a_wrong_clock_is_named(ceph_server, monkeypatch):
 
 
 def test_a_certificate_that_is_not_trusted_is_named(ceph_server):
-    """Where the store's CA bundle is given it works, with conditions and all."""
+    """The storage works, with conditions, once it is given the store's CA bundle."""
     storage = ceph_server.storage(endpoint_url=ceph_server.tls_endpoint_url)
     message = error_of(storage.read, "object")
     assert "the endpoint's certificate isn't trusted: name its CA bundle" in message
@@ -59,7 +59,7 @@ def test_a_certificate_that_is_not_trusted_is_named(ceph_server):
 
 
 def test_an_endpoint_with_tls_is_named(ceph_server):
-    """http:// to a port that speaks TLS."""
+    """The error names http:// to a port that speaks TLS."""
     storage = ceph_server.storage(
         endpoint_url=ceph_server.tls_endpoint_url.replace("https://", "http://"), max_attempts=2
     )
@@ -69,8 +69,7 @@ def test_an_endpoint_with_tls_is_named(ceph_server):
 
 
 def test_a_store_that_is_full_is_given_up(tmp_path_factory):
-    """Ceph lets writes wait for ever when its disks are full, and says nothing: the error comes
-    in bounded time; reads go on."""
+    """A full Ceph never answers writes, so they fail in bounded time; reads continue."""
     with run_ceph(tmp_path_factory.mktemp("ceph"), room_bytes=32 * 2**20) as server:
         storage = dataclasses.replace(server.storage(), read_timeout_s=2.0, max_attempts=2)
         storage.write("object", b"old")

@@ -1,4 +1,4 @@
-"""The storage in a folder: the conformance suite, and what is a file system's own."""
+"""The storage in a folder passes the conformance suite and the tests of file systems."""
 
 import itertools
 import mmap
@@ -26,7 +26,7 @@ class TestDirectoryStorage(StorageConformance):
 
     @pytest.fixture
     def make_storage(self, tmp_path):
-        """Make storages in folders of their own, which don't exist yet."""
+        """Make storages in separate folders, which don't exist yet."""
         numbers = itertools.count()
         return lambda: DirectoryStorage(tmp_path / f"storage-{next(numbers)}")
 
@@ -38,8 +38,8 @@ def storage(tmp_path):
 
 
 def test_unfinished_files_never_show_and_are_swept_a_day_later(storage):
-    """What a killed writer left behind is neither listed nor readable, and the probe removes it
-    once nobody can be at it; a finished write and a lost race leave nothing."""
+    """Files of a killed writer are invisible, and the probe removes them once nobody can use
+    them."""
     storage.write("a", b"1")
     assert storage.write_if_absent("a", b"2") is False
     assert list((storage.root / ".tmp").iterdir()) == []
@@ -56,7 +56,7 @@ def test_unfinished_files_never_show_and_are_swept_a_day_later(storage):
 
 
 def test_deleting_prunes_empty_folders_up_to_the_root(storage):
-    """No skeleton of folders stays, and a folder with a neighbour does."""
+    """Empty folders are removed, and a folder with a neighbour stays."""
     storage.write("a/b/c/object", b"1")
     storage.write("a/neighbour", b"1")
     storage.delete("a/b/c/object")
@@ -67,8 +67,7 @@ def test_deleting_prunes_empty_folders_up_to_the_root(storage):
 
 
 def test_writes_survive_deletes_of_neighbours(storage):
-    """A delete that takes the empty folder away between mkdir and the move doesn't fail the
-    write."""
+    """A write succeeds even if a delete removes its empty folder between mkdir and the move."""
 
     def churn(name):
         for _ in range(600):
@@ -80,7 +79,7 @@ def test_writes_survive_deletes_of_neighbours(storage):
 
 
 def test_files_are_readable_as_the_umask_says(storage):
-    """A shared folder is shared: files aren't private to their writer."""
+    """Files in a shared folder aren't private to their writer."""
     before = os.umask(0o022)
     try:
         storage.write("a", b"1")
@@ -91,8 +90,7 @@ def test_files_are_readable_as_the_umask_says(storage):
 
 
 def test_links_do_not_lead_out(storage, tmp_path):
-    """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies
-    outside the root."""
+    """No linked folder or file reads, writes, deletes or lists anything outside the root."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
@@ -114,8 +112,7 @@ def test_links_do_not_lead_out(storage, tmp_path):
 
 
 def test_a_name_is_a_file_or_a_folder(storage):
-    """One key can't be the beginning of another, and the message says so; nothing is taken for
-    absent or won."""
+    """One key can't be the beginning of another: the message says so."""
     storage.write("a", b"1")
     with pytest.raises(StorageError, match="a file stands where a folder is needed"):
         storage.write("a/b", b"2")
@@ -139,8 +136,7 @@ def _without_rights(storage, operation, *arguments):
     [("check_writable", ()), ("write", ("a", b"1")), ("read", ("kept",)), ("delete", ("kept",))],
 )
 def test_missing_rights_are_named(storage, tmp_path, operation, arguments):
-    """Whoever may not is told the path, the reason and the way out; the message survives the
-    trip between processes."""
+    """The error has the path, the reason and the way out, also after a pickle."""
     storage.write("kept", b"1")
     tmp_path.chmod(0o755)
     storage.root.chmod(0)
@@ -167,7 +163,7 @@ def test_a_write_that_does_not_fit_leaves_the_old_content(storage):
 
 
 def test_a_full_disk_is_named(tmp_path):
-    """No space left on the device says which path and what to do."""
+    """The error says which path has no space left, and what to do."""
     disk = tmp_path / "disk"
     disk.mkdir()
     unshare = ["unshare", "--mount"]
@@ -190,8 +186,7 @@ def test_a_full_disk_is_named(tmp_path):
 @pytest.mark.parametrize("folder", ["on the disk", "in memory"])
 @pytest.mark.parametrize("begins_at", [0, 16])
 def test_a_large_object_is_written_past_the_page_cache(tmp_path, folder, begins_at):
-    """Its bytes are the same, wherever it begins and ends; where it begins a page and the file
-    system lets it, the kernel keeps none of them but what is behind its last page."""
+    """Its bytes are right for any alignment, and the kernel caches at most the last page."""
     content = random.Random(1).randbytes(UNCACHED_BYTES + 4321)
     memory = mmap.mmap(-1, begins_at + len(content))
     memory[begins_at:] = content
@@ -212,7 +207,7 @@ def test_a_large_object_is_written_past_the_page_cache(tmp_path, folder, begins_
 
 
 def test_foreign_files_are_not_listed(storage):
-    """A file whose name is no key, which could never be read, isn't shown."""
+    """A file whose name is no key can't be read and isn't listed."""
     storage.write("good", b"1")
     (storage.root / "bad\nname").write_text("")
     (storage.root / "back\\slash").write_text("")

@@ -1,5 +1,5 @@
-"""Trainings whose way to S3 is bad, on Ceph and moto: they end as on a good one, or with a
-clear error; never silently wrong."""
+"""Trainings on a bad way to S3 end as on a good one, or with a clear error; never silently
+wrong."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def train(
 
 
 def train_and_fail(client: Client, storage: Storage) -> None:
-    """Train until rank 0 fails behind a checkpoint."""
+    """Train until rank 0 fails after a checkpoint."""
     with pytest.raises(RankFailedError, match="as the test wants it"):
         train(client, storage, 1, fails=True)
     assert list_manifests(storage, "run")[-1].step == RESUMES_FROM
@@ -106,8 +106,7 @@ CASES = {
 def test_a_training_on_a_bad_network_ends_right(
     dask_client: Client, server: S3Server, undisturbed: list[dict[str, Any]], kinds: tuple[str, ...]
 ) -> None:
-    """A sixth of all answers is hit, in the first attempt and in the one that resumes; what is
-    left is as on a good network."""
+    """Faults in a sixth of all answers, also during the resume, change no result."""
     with FaultyWire(server.endpoint_url, kinds, rate=1 / 6, seed=1) as wire:
         storage = server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=2.0, max_attempts=8)
         train_and_fail(dask_client, storage)
@@ -120,8 +119,7 @@ def test_a_training_on_a_bad_network_ends_right(
 def test_big_checkpoints_on_a_bad_network_are_whole(
     dask_client: Client, ceph_server: S3Server
 ) -> None:
-    """Uploads in parts, with every kind of fault but one that no retry mends: all is right, and
-    no part is left over."""
+    """Uploads by parts survive all faults that a retry mends, and leave no part."""
     kinds = tuple(FAULTS.keys() - {"wrong ETag"})
     with FaultyWire(ceph_server.endpoint_url, sorted(kinds), rate=1 / 10, seed=5) as wire:
         storage = ceph_server.storage(
@@ -150,8 +148,8 @@ def test_big_checkpoints_on_a_bad_network_are_whole(
 def test_a_network_that_only_fails_ends_in_a_clear_error(
     dask_client: Client, ceph_server: S3Server, kind: str
 ) -> None:
-    """A resume that can't read its checkpoint doesn't begin anew, and doesn't fall back: it
-    says what can't be read and why."""
+    """A resume that can't read its checkpoint raises the reason, and neither starts over nor
+    falls back."""
     storage = ceph_server.storage()
     train_and_fail(dask_client, storage)
     with FaultyWire(ceph_server.endpoint_url, (kind,), rate=1.0, seed=1) as wire:

@@ -1,4 +1,4 @@
-"""A storage of another package, added by what CONTRIBUTING.md says and nothing else."""
+"""A storage of another package is added as CONTRIBUTING.md says, and needs nothing else."""
 
 import itertools
 import uuid
@@ -34,12 +34,12 @@ class TestMemoryStorage(StorageConformance):
 
     @pytest.fixture
     def make_storage(self, port: int) -> Callable[[], Storage]:
-        """Make storages in folders of their own."""
+        """Make storages in separate folders."""
         return lambda: MemoryStorage("127.0.0.1", port, uuid.uuid4().hex)
 
 
 class TestAFolderOfIt(StorageConformance):
-    """A folder of a storage that has no answer of its own for what a folder is."""
+    """A folder of a storage that doesn't itself answer what a folder is."""
 
     num_examples = 20
 
@@ -70,8 +70,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed", "prefect_api")
 def test_a_whole_flow_on_a_third_storage(port: int, dask_cluster: LocalCluster) -> None:
-    """Prepared, trained over a kill, evaluated and published, all in the memory of a server that
-    only a URI names."""
+    """A flow prepares, trains over a kill, evaluates and publishes in a server's memory."""
     uri = f"memory://127.0.0.1:{port}/flow"
     killed = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
     given = {"storage": uri, "options": {"fault": killed}, "max_restarts": 1}

@@ -1,5 +1,4 @@
-"""Reading many objects, as datasets do: right bytes, clear errors, whatever the wire and forks
-do."""
+"""Reading many objects gives right bytes and clear errors, whatever the wire and forks do."""
 
 import hashlib
 import os
@@ -45,7 +44,7 @@ def part_of(found):
 
 
 def test_objects_and_parts_of_them_come_in_order(storage):
-    """As they were listed, also twice the same, also nothing."""
+    """Objects come in the order of the list, which may repeat one or be empty."""
     parts, contents = fill(storage)
     assert isinstance(storage, Readable)
     assert storage.read_many([]) == []
@@ -56,7 +55,7 @@ def test_objects_and_parts_of_them_come_in_order(storage):
 
 
 def test_a_failure_is_the_value_of_its_part_alone(storage):
-    """What is gone, what has another size, what is another object by now."""
+    """Only a missing or changed object has an error as its value."""
     parts, contents = fill(storage, 4)
     storage.delete(parts[0].key)
     storage.write(parts[1].key, b"!" * len(contents[1]))
@@ -71,7 +70,7 @@ def test_a_failure_is_the_value_of_its_part_alone(storage):
 
 
 def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):
-    """Folder markers and odd names too, which are no keys of ours; each can be read."""
+    """Folder markers and odd names are listed too, and each can be read."""
     storage = s3_server.storage()
     for name in NAMES:
         place = {"Bucket": storage.bucket, "Key": storage.name_of(name)}
@@ -88,7 +87,7 @@ def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):
 
 
 def test_a_folder_is_listed_with_links_followed_and_without_loops(tmp_path):
-    """As torchvision walks it; a link to a folder above ends there."""
+    """The listing follows links as torchvision does, and ends at a link to a parent."""
     (tmp_path / "real" / "cat").mkdir(parents=True)
     (tmp_path / "real" / "cat" / "1.jpg").write_bytes(b"1")
     (tmp_path / "root").mkdir()
@@ -117,7 +116,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "words"), FAULTS)
 def test_what_passes_is_tried_again_and_what_stays_is_named(over_wire, wire, fault, words):
-    """Two of three attempts fail: right bytes; all three: an error with object and endpoint."""
+    """Two failures of three give the right bytes; three give an error with object and endpoint."""
     storage = replace(over_wire, max_attempts=3)
     (part,), contents = fill(storage, 1)
     wire.faults += [("GET", fault)] * 2
@@ -133,7 +132,7 @@ def test_what_passes_is_tried_again_and_what_stays_is_named(over_wire, wire, fau
 
 
 def test_each_object_is_one_request(over_wire, wire):
-    """No HEAD, no listing, no second GET."""
+    """There is no HEAD, no listing and no second GET."""
     parts, contents = fill(over_wire)
     before = len(wire.exchanges)
     assert over_wire.read_many(parts) == contents
@@ -141,8 +140,7 @@ def test_each_object_is_one_request(over_wire, wire):
 
 
 def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
-    """Whether the network failed must not change what a training draws. In a process of its own:
-    threads of Dask and Prefect draw from the generator of this one."""
+    """A retry draws nothing from the generator of the training."""
     parts, contents = fill(over_wire, 2)
     wire.faults += [("GET", cut_in_the_body), ("GET", answer(503, "SlowDown"))]
     ((found, first, is_untouched),) = in_processes([(read_both_ways, over_wire, parts)])
@@ -153,7 +151,7 @@ def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
 
 
 def read_both_ways(storage, parts):
-    """Read many objects and one; tell too whether Python's generator was left alone."""
+    """Read many objects and one; return also whether Python's generator is unchanged."""
     random.seed(7)
     before = random.getstate()
     return storage.read_many(parts), storage.read(parts[0].key), random.getstate() == before
@@ -173,7 +171,7 @@ def in_chunks(handler, exchange):
 
 
 def test_an_answer_out_of_the_ordinary_is_asked_for_once_more(over_wire, wire):
-    """By botocore, which reads any; a store that always answers so is asked by it alone."""
+    """Botocore repeats an unusual request, and all requests to a store that always answers so."""
     (part,), contents = fill(over_wire, 1)
     wire.faults += [("GET", in_chunks)] * 100
     before = wire.count("GET")
@@ -184,7 +182,7 @@ def test_an_answer_out_of_the_ordinary_is_asked_for_once_more(over_wire, wire):
 
 
 def test_gets_go_to_the_region_that_the_store_names(over_wire, wire):
-    """Botocore follows what the store says, and the lean GETs follow botocore."""
+    """The lean GETs follow botocore, which follows the store."""
     parts, contents = fill(over_wire, 3)
     elsewhere = answer(400, "AuthorizationHeaderMalformed", "<Region>eu-central-1</Region>")
     wire.faults += [("GET", elsewhere)]
@@ -201,7 +199,7 @@ def test_gets_go_to_the_region_that_the_store_names(over_wire, wire):
 
 @pytest.mark.parametrize("name", ["access_key_id", "session_token"])
 def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):
-    """As they come out of a file that ends with one."""
+    """The error names the line break, as from a file, and shows no secret."""
     storage = s3_server.storage(**{name: "HUNTER2\n"}, max_attempts=1)
     (error,) = storage.read_many([ObjectPart("some/key", 1)])
     with pytest.raises(StorageError) as read:
@@ -227,8 +225,7 @@ def _read_right(storage, parts, contents, seed, num_generations=0):
 
 
 def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
-    """Fork while the parent has kept connections, and a thread of it goes on with them: nobody
-    gets a wrong byte, or hangs; nor do children of the children."""
+    """Parent and forked children that read at the same time get no wrong byte and don't hang."""
     storage = open_s3_server.storage()
     parts, contents = fill(storage)
     with ThreadPoolExecutor(1) as pool:

@@ -1,5 +1,5 @@
-"""The storage in a bucket, against a real server: the conformance suite, refusals, and a wire
-that is cut."""
+"""The storage in a bucket passes the conformance suite on a real server, refusals and a cut
+wire."""
 
 import dataclasses
 import socket
@@ -28,7 +28,7 @@ class TestS3Storage(StorageConformance, S3Conformance):
 
     @pytest.fixture
     def make_storage(self, s3_server):
-        """Make storages under prefixes of their own."""
+        """Make storages under separate prefixes."""
         return s3_server.storage
 
 
@@ -41,7 +41,7 @@ class TestS3Storage(StorageConformance, S3Conformance):
 def test_an_endpoint_that_is_dead_or_silent_is_given_up_and_named(
     is_silent: bool, says: str
 ) -> None:
-    """A server that takes the request and never answers doesn't hold a run for ever."""
+    """A server that takes the request and never answers doesn't hold a run forever."""
     with socket.socket() as listener:
         # Bound and not listening: it refuses, and nobody else takes the port.
         listener.bind(("127.0.0.1", 0))
@@ -68,8 +68,7 @@ def test_an_endpoint_that_is_dead_or_silent_is_given_up_and_named(
     ],
 )
 def test_other_refusals_say_what_to_do(wire, over_wire, status, code, expected):
-    """The clock, the region, the token, a store that can't: each has its way out, and the
-    store's code."""
+    """Errors for clock, region, token and unable stores have the way out and the store's code."""
     storage = dataclasses.replace(over_wire, max_attempts=1)
     wire.faults = [("PUT", answer(status, code))]
     message = error_of(storage.write_if_absent, "object", b"x")
@@ -81,8 +80,7 @@ def test_other_refusals_say_what_to_do(wire, over_wire, status, code, expected):
 
 
 def test_a_store_that_ignores_conditions_is_refused(open_s3_server):
-    """The probe finds out that the second conditional write won, says what that means, and
-    cleans up."""
+    """The probe notices that the second conditional write won, says so and cleans up."""
     with Wire(open_s3_server.endpoint_url, without_header="if-none-match") as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         says = r"doesn't honour conditional writes .*two runs could commit"
@@ -103,9 +101,7 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):
 
 
 def test_another_environment_is_another_client(chain_s3_server, monkeypatch):
-    """A plain s3:// URI takes endpoint and credentials where AWS's own tools find them. A notebook
-    that corrects its variables isn't held to the client of the wrong ones; the same ones have one
-    client."""
+    """An s3:// URI follows AWS's variables, and corrected variables get another client."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     uri = "s3://bucket/from-another-environment"
     storage, part = storage_from_uri(uri), ObjectPart("object", 1)

@@ -1,5 +1,5 @@
-"""Storages that fail while ranks train: a disk that is full, one that is read-only, a server
-that is down, one rank's network."""
+"""Storages fail while ranks train: a full or read-only disk, a server that is down, one
+rank's network."""
 
 import os
 import subprocess
@@ -87,8 +87,8 @@ def steps_of(storage: Storage) -> list[int]:
 
 
 def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) -> None:
-    """All ranks went on; rank 0 said since when there was no checkpoint and why, until there
-    was one again."""
+    """Check that all ranks continued, and that rank 0 said why and since when there was no
+    checkpoint."""
     struck, repaired = plan
     for step, trouble in values[0]["troubles"].items():
         if struck < step <= repaired:
@@ -112,8 +112,7 @@ def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) 
 def test_a_training_outlives_a_disk_that_fails(
     undisturbed: str, small_disk: Path, plan: dict[int, str], reason: str
 ) -> None:
-    """A real file system, full or read-only for three steps: a warning names the object; then
-    it goes on, nothing is left."""
+    """A full or read-only disk costs a warning with the object's name, and leaves no remains."""
     storage = DirectoryStorage(small_disk / "store")
     values = train(storage, small_disk, plan)
     check_told(values, plan, reason)
@@ -130,8 +129,7 @@ def test_a_training_outlives_a_disk_that_fails(
 def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
     small_disk: Path, plan: dict[int, str]
 ) -> None:
-    """Nothing of the failed ones takes room; the training's end is an error; once repaired, a
-    new attempt resumes from there."""
+    """The training ends with an error, and a new attempt resumes after the repair."""
     storage = DirectoryStorage(small_disk / "store")
     says = r"CheckpointError: the last checkpoint of run run could not be written: runs/run/"
     with pytest.raises(AssertionError, match=says):
@@ -149,8 +147,8 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
 def test_a_training_outlives_a_server_that_is_down(
     tmp_path: Path, undisturbed: str, open_s3_server: Any, fault: Any
 ) -> None:
-    """A real S3 server answers nothing but errors for two steps; then checkpoints go on,
-    nothing is left of the failed."""
+    """Checkpoints continue after a server failed for two steps, without remains of the
+    failed ones."""
     place, plan = tmp_path / "down", {4: "down", 6: "up"}
     with Wire(
         open_s3_server.endpoint_url, outage=lambda: fault if place.exists() else None
@@ -164,8 +162,7 @@ def test_a_training_outlives_a_server_that_is_down(
 
 
 def test_a_training_outlives_a_store_that_hangs(undisturbed: str, ceph_server: Any) -> None:
-    """Ceph takes requests and answers none for two steps, as with full disks: each checkpoint
-    is given up in bounded time."""
+    """Each checkpoint is given up in bounded time while Ceph answers nothing."""
     plan = {4: "pause", 6: "unpause"}
     storage = ceph_server.storage(read_timeout_s=1.0, max_attempts=2)
     try:
@@ -178,8 +175,7 @@ def test_a_training_outlives_a_store_that_hangs(undisturbed: str, ceph_server: A
 
 
 def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
-    """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone
-    again."""
+    """Rank 0 names the rank, and its own objects of that checkpoint are deleted."""
     storage = FailingStorage(tmp_path, "step-00000004/000001/rank-00001")
     values = train(storage)
     assert values[0]["troubles"][5] == (
@@ -192,8 +188,7 @@ def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", ["rank-00000", "rank-00001"])
 def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, refused: str) -> None:
-    """on_failure="fail": within the next step, with a CheckpointError that names object and
-    reason, also where rank 1 failed."""
+    """`on_failure="fail"` raises a CheckpointError with object and reason in the next step."""
     storage = FailingStorage(tmp_path, f"step-00000004/000001/{refused}")
     key = rf"runs/run/checkpoints/step-00000004/000001/{refused}\.pt"
     says = rf"could not be written: (rank 1: )?{key}: the disk is full"
@@ -207,8 +202,7 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
 
 
 def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -> None:
-    """Progress carries the trouble and the log the warning; with on_failure="fail" the error's
-    cause is the CheckpointError."""
+    """Progress and log have the failure, and with `on_failure="fail"` it is the error's cause."""
     events: list[Any] = []
 
     def fail(storage: Storage, policy: CheckpointParams) -> RankFailedError:

@@ -1,5 +1,5 @@
-"""Artifacts on a real Prefect server: live and updated in place, published whole, never in the
-training's way."""
+"""Artifacts on a real Prefect server are updated in place, published whole, and hold up no
+training."""
 
 import json
 import logging
@@ -97,9 +97,8 @@ def run_in_a_task(do: Callable[[Any], object], **options: Any) -> tuple[Any, Any
 
 
 def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
-    """A progress bar and a page with the curves of the records, over a retry and a restart: what
-    failed shows where it stopped, what follows has its own attempt and number of ranks. Of 5,000
-    updates within an interval nothing is written before the end, which is at once."""
+    """Progress bar and page show all attempts over a retry and a restart, and many updates
+    are one write."""
     seen: list[dict[str, Any]] = []
 
     def train(run: Any) -> str:
@@ -149,7 +148,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
 def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_back(
     prefect_server, caplog
 ):
-    """However often the report is tried again."""
+    """There is one warning, however often the report is tried again."""
     run_id = f"comes-back-{time.time_ns()}"
     tries: list[None] = []
     is_down = True
@@ -205,8 +204,7 @@ class NoReports(Shelf):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_report_that_cannot_be_written_costs_one_warning(prefect_api, caplog, hangs, monkeypatch):
-    """Neither the training's value nor its error: both are as without a report. A storage that
-    hangs is waited for no longer than a limit."""
+    """The value and the error of the training stay, and a storage that hangs is given up."""
     monkeypatch.setattr(report_file, "TIMEOUT_S", 0.2)
     released = threading.Event()
     shelf: Any = NoReports(records(), hangs_until=released if hangs else None)
@@ -230,9 +228,7 @@ def test_a_report_that_cannot_be_written_costs_one_warning(prefect_api, caplog, 
 
 
 def test_a_failed_run_is_shown_by_its_records(prefect_api):
-    """Its last message said step 1, the failure was in step 40, and the records go that far: title,
-    line, record and file say one step and one loss. The error's last line is the report's place,
-    after the line that continues the run."""
+    """Title, line, record and file show the step of the records, not the rank's last message."""
     shelf: Any = Shelf(records())
     ref = report().checkpoint.model_copy(update={"step": 20})
 
@@ -279,9 +275,7 @@ def section_of(page: str, title: str) -> list[str]:
 
 
 def test_publish_shows_the_whole_run_and_a_ledger_that_is_not_clean_is_an_error(prefect_api):
-    """Each artifact once, though Dask runs a task again whose worker is lost; what isn't a
-    number is a word; no secret is shown. What is wrong with the ledger is an error in the run's
-    log, and the report begins with it."""
+    """Each artifact exists once, and the report begins with the ledger's errors."""
     place = {"step": 1, "epoch": 1, "loop": 0, "offset": 0, "rank": 0, "attempt": 1}
     loop = place | {"num_samples": 4, "global_batch_size": 2, "drop_last": False, "world_size": 1}
     steps = place | {"num_global": 2, "is_last": False, "samples": [0, 1]}

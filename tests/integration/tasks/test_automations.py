@@ -1,5 +1,5 @@
-"""The automation that tells of failed trainings, against a real server; test_shell_blocks has the
-one that evaluates checkpoints."""
+"""The automation that reports failed trainings runs on a real server; test_shell_blocks has
+the one that evaluates checkpoints."""
 
 import json
 import os
@@ -52,8 +52,7 @@ def posted() -> Iterator[tuple[str, list[Any]]]:
 def test_a_failed_training_is_told_of(
     dask_cluster: LocalCluster, tmp_path: Path, posted: tuple[str, list[Any]]
 ) -> None:
-    """Once, with the run and its error, however often it was tried; nothing of one that went
-    well."""
+    """A failed run is reported once, with its error, and a successful one never."""
     url, kept = posted
     environment = {**os.environ, "WEBHOOK_URL": url}
     command = [sys.executable, "deployments/tell_of_failure.py"]

@@ -1,5 +1,4 @@
-"""How a block saved on a real Prefect server becomes a storage that works against a real S3
-server."""
+"""A block on a real Prefect server becomes a storage that works on a real S3 server."""
 
 import asyncio
 import os
@@ -86,13 +85,13 @@ def check_every_reference(server: S3Server, kind: str, monkeypatch: pytest.Monke
 def test_every_kind_of_reference_works(
     s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the S3 server of the tests."""
+    """Each reference to a block opens the S3 server of the tests."""
     check_every_reference(s3_server, "s3", monkeypatch)
 
 
 def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> None:
-    """Certificates, addressing and anonymous use come along; a profile is named, not resolved:
-    its credentials stay on the machines that have it."""
+    """The storage keeps certificates, addressing and anonymous use, and only the name of a
+    profile."""
     from prefect_aws import AwsClientParameters
 
     bundle = tmp_path / "ca.pem"
@@ -123,8 +122,7 @@ def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> 
 
 
 def test_blocks_that_cannot_work_say_so(s3_server: S3Server) -> None:
-    """A role that would expire, no TLS without an endpoint, a folder that leads elsewhere, half
-    a key, another kind of store: no secret is shown."""
+    """Errors for unusable blocks name the reason and show no secret."""
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
     from prefect_aws import AwsClientParameters
 
@@ -155,8 +153,7 @@ def test_blocks_that_cannot_work_say_so(s3_server: S3Server) -> None:
 
 
 def test_a_local_file_system_is_a_directory(tmp_path: Path) -> None:
-    """Its basepath is the root; also in an async flow, where Prefect's own load would return a
-    coroutine."""
+    """The block's basepath is the root, also in an async flow."""
     from prefect.filesystems import LocalFileSystem
 
     LocalFileSystem(basepath=str(tmp_path)).save("here")
@@ -171,7 +168,7 @@ def test_a_local_file_system_is_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("slug", ["s3-bucket", "remote-file-system", "local-file-system"])
 @pytest.mark.parametrize("name", ["no-such-block", "No such block"])
 def test_an_unknown_block_is_named_with_the_way_to_register_it(slug: str, name: str) -> None:
-    """Never a folder of that name by mistake."""
+    """An unknown block never becomes a folder of that name."""
     with pytest.raises(InvalidParamsError, match=f"there is no block {slug}/{name} .*register it"):
         resolve_storage(f"{slug}/{name}")
 
@@ -209,10 +206,7 @@ def blocks() -> dict[str, Any]:
 
 @pytest.mark.extended
 def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
-    """Twice the same: the same blocks, by their ids.
-
-    With other keys and another folder: these, in the same blocks.
-    """
+    """A second registration updates the same blocks, with new keys and a new folder."""
     _, secret = s3_server.keys["owner"]
     place = {"S3_BUCKET": s3_server.bucket, "S3_BLOCK_NAME": "registered"}
     place |= s3_server.environment()
@@ -245,7 +239,7 @@ def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
 def test_what_is_missing_is_named_and_nothing_is_registered(
     variables: dict[str, str], missing: str
 ) -> None:
-    """No bucket, half of a key: the message names the variable, and shows no secret."""
+    """The message names the missing variable and shows no secret."""
     there = blocks()
     done = register(**variables)
     assert done.returncode != 0

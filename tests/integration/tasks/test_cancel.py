@@ -1,5 +1,6 @@
-"""A run that is cancelled, by Ctrl-C, SIGTERM or Prefect, early, late or twice: all ranks stop
-after one step with its checkpoint; state Cancelled, never a retry, nothing left."""
+"""Runs are cancelled by Ctrl-C, SIGTERM or Prefect, early, late or twice. All ranks stop
+after one step with its checkpoint, the state is Cancelled, no retry follows, and nothing
+remains."""
 
 import os
 import re
@@ -89,7 +90,7 @@ def params_of(folder: Path, **more: object) -> TrainParams:
 def flow_process(
     folder: Path, *arguments: str, text: str = FLOW
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a flow's script in a process group of its own; what it says is in the file `said`."""
+    """Run a flow's script in a separate process group; its output is in the file `said`."""
     (folder / "flow.py").write_text(text)
     command = [sys.executable, str(folder / "flow.py"), *arguments]
     with (folder / "said").open("wb") as said:
@@ -169,7 +170,7 @@ def check_cancelled(folder: Path) -> None:
 
 @pytest.mark.extended
 def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: ClusterParams) -> None:
-    """The cluster goes on to live, and the next run on it works."""
+    """The shared cluster survives, and the next run on it works."""
     with flow_process(tmp_path, params_of(tmp_path, cluster=shared).model_dump_json()) as process:
         ranks = ranks_of(tmp_path)
         wait_for_checkpoint(tmp_path)
@@ -186,8 +187,7 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: Clus
 def test_cancel_of_a_run_that_does_not_train(
     tmp_path: Path, shared: ClusterParams, stage: str, num_ranks: int
 ) -> None:
-    """What only prepares or evaluates has nothing to save: its ranks go at once, and its states
-    are Cancelled as well."""
+    """Ranks that prepare or evaluate end at once, and the states are Cancelled."""
     (tmp_path / "pids").mkdir()
     params = TrainParams(
         workload="tests.workloads.tiny",
@@ -212,7 +212,7 @@ def slow_cluster(mark: str) -> None:
 
 
 def test_while_the_cluster_starts(tmp_path: Path) -> None:
-    """Nothing has begun: the flow is Cancelled at once."""
+    """The flow is Cancelled at once, since nothing has begun."""
     mark = tmp_path / "mark"
     cluster = ClusterParams(
         cluster_class=f"{__name__}.slow_cluster", cluster_kwargs={"mark": str(mark)}
@@ -229,8 +229,7 @@ def test_while_the_cluster_starts(tmp_path: Path) -> None:
 def test_before_the_task_has_begun(
     tmp_path: Path, shared: ClusterParams, dask_client: Client
 ) -> None:
-    """The workers of others are busy, so Prefect hasn't heard of the task yet: it is taken
-    back, and never runs."""
+    """A task that still waits for busy workers is withdrawn and never runs."""
     release = str(tmp_path / "release")
     busy = [
         dask_client.submit(_until_there, release, i, workers=[address], pure=False)
@@ -265,7 +264,7 @@ def _unready(dask_scheduler: object) -> list[str]:
 
 @pytest.mark.extended
 def test_while_a_retry_waits(tmp_path: Path, shared: ClusterParams) -> None:
-    """Between two attempts nothing runs: no grace is waited for, and the retry doesn't come."""
+    """A cancel between two attempts waits for nothing, and the retry doesn't come."""
     params = params_of(tmp_path, cluster=shared, retries=2, retry_delay_s=200.0, max_restarts=0)
     params.options["fault"] = {"how": "raise", "step": 60, "rank": 1, "attempts": [1]}
     with flow_process(tmp_path, params.model_dump_json()) as process:
@@ -279,8 +278,7 @@ def test_while_a_retry_waits(tmp_path: Path, shared: ClusterParams) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """A rank that never ends its step uses the grace up; who presses again doesn't wait for
-    it."""
+    """A second Ctrl-C doesn't wait for a rank that uses up its grace."""
     params = params_of(tmp_path, stop_grace_s=250.0, progress_timeout_s=None)
     (tmp_path / "marks").mkdir()
     fault = {"how": "hang", "step": 60, "rank": 1, "attempts": [1], "mark": str(tmp_path / "marks")}
@@ -300,8 +298,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("how", ["ctrl-c", "suspended"])
 def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> None:
-    """By Ctrl-C, or suspended: its ranks stop after one step, with a checkpoint, before the flow's
-    cluster closes; the task run is Cancelled."""
+    """Ctrl-C or a suspension stops the ranks with a checkpoint before the flow's cluster closes."""
     (tmp_path / "pids").mkdir()
     given = (str(tmp_path / "pids"), str(tmp_path / "store"), how)
     with flow_process(tmp_path, *given, text=USER_FLOW) as process:
@@ -327,7 +324,7 @@ def lost() -> None:
 def test_a_task_that_cannot_say_how_it_ended_has_the_reason(
     dask_cluster: LocalCluster, why: str
 ) -> None:
-    """One that waits for its retry is closed in its place."""
+    """The flow closes a task that waits for its retry, and gives the reason."""
     with get_client(sync_client=True) as api, Client(dask_cluster) as client:
         flow_run = api.create_flow_run(flow(lost.fn, name="left"))
         task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=AwaitingRetry())

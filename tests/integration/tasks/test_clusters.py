@@ -1,5 +1,4 @@
-"""Gangs and train_flow on clusters that others started, and on a cluster class with its
-arguments."""
+"""Gangs and train_flow run on shared clusters, and on a cluster class with its arguments."""
 
 import os
 import subprocess
@@ -60,9 +59,7 @@ def check(report: TrainReport, prepared: str = "Completed") -> None:
 
 
 def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
-    """By address, twice in a row: both runs complete, the second has nothing to prepare, and
-    the cluster is still there. Gangs without Prefect find their functions there, too, though the
-    workers run in folders of their own."""
+    """Two runs on a cluster by its address complete, and the cluster stays."""
     with separate_cluster(tmp_path / "cluster") as cluster:
         with Client(cluster.address) as client:
             before = sorted(client.scheduler_info(n_workers=-1)["workers"])
@@ -83,9 +80,7 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one worker holds several; a thread too many costs a multiple of the time. The
-    cluster leaves no setting in this process: its workers' log level would be that of the next
-    cluster and of subprocesses."""
+    """Ranks have as many threads as there are cores, and the cluster changes no setting here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("DASK_LOGGING__DISTRIBUTED")
     with (
@@ -98,7 +93,7 @@ def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.Monkey
 
 
 def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
-    """Each takes time of the cores that ranks fill, and the other ranks wait for those."""
+    """Few heartbeats take little time of the cores on which ranks train."""
 
     def interval_ms(dask_worker: Worker) -> float:
         return dask_worker.periodic_callbacks["heartbeat"].callback_time
@@ -108,8 +103,7 @@ def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
 
 
 def test_the_workers_of_a_local_cluster_load_torch_as_they_start() -> None:
-    """A fork server is there before anybody asks for one, and the first gang's ranks are forked
-    from it."""
+    """The first gang's ranks are forked from a server that started with the worker."""
 
     def servers() -> list[int]:
         children = psutil.Process().children()
@@ -144,8 +138,7 @@ cluster.close()
 
 
 def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
-    """Neither at the start nor when one was killed, which its nanny replaces, or its nanny was. A
-    killed caller takes them along."""
+    """No worker runs the script, at the start or as a replacement, and none outlives the caller."""
     script, pipe = tmp_path / "unguarded.py", subprocess.PIPE
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script)]
@@ -167,7 +160,7 @@ def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
 
 
 def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    """After `workers_timeout_s` the run fails, and says what it waited for."""
+    """The run fails after `workers_timeout_s`, and says what it waited for."""
     with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0") as cluster:
         params = TrainParams(
             workload="tests.workloads.tiny",
@@ -182,7 +175,7 @@ def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Pa
 def test_a_worker_that_cant_be_replaced_at_once_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so, and no connection to the killed ones stays open."""
+    """The log says so, and no connection to the killed workers stays open."""
 
     def nannies() -> list[int]:
         try:
@@ -238,7 +231,7 @@ def test_a_first_worker_that_comes_late_is_waited_for_if_the_run_made_the_cluste
 
 
 def test_a_cluster_that_is_emptied_under_a_task_is_a_loss_of_the_task() -> None:
-    """The flow submits it again, which a cluster without a worker from the start doesn't get."""
+    """The flow submits the task again if the cluster once had workers."""
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
         future = client.submit(time.sleep, HANG_S)
@@ -251,8 +244,7 @@ def test_a_cluster_that_is_emptied_under_a_task_is_a_loss_of_the_task() -> None:
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
-    """A class by its import path, made for the run with the arguments given and gone after
-    it."""
+    """A run makes a cluster from an import path and arguments, and closes it at the end."""
     import dask
 
     kwargs = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
@@ -267,8 +259,7 @@ def test_cluster_class_with_arguments(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
-    """The flow looks before anything is prepared: what it writes there isn't seen on the host of a
-    worker, which has another folder mounted under that path."""
+    """Before it prepares, the flow notices that a worker's host has another folder there."""
     storage = tmp_path / "store"
     storage.mkdir()
     mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{storage}" && exec "$@"']
@@ -298,8 +289,7 @@ def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
-    """By max_world_size, at the next checkpoint: no restart, no retry, no failure on record, and
-    the evaluation has as many ranks."""
+    """`max_world_size` adds a worker at the next checkpoint, without a restart or a failure."""
     folder = tmp_path / "marks"
     folder.mkdir()
     with (

@@ -1,4 +1,5 @@
-"""A dataset that Dask computes: written by the workers, whole or not there, and trained on."""
+"""Workers write a dataset that Dask computes, which is complete or absent, and ranks train
+on it."""
 
 import logging
 from functools import partial
@@ -42,7 +43,7 @@ EXPECTED = [n for n in range(600) if not 200 <= n < 300]
 
 @pytest.fixture
 def client(dask_cluster):
-    """Give a client that the test closes: a flow refuses to start beside an open one."""
+    """Give a client that the test closes: a flow refuses to start while another one is open."""
     with Client(dask_cluster) as client:
         yield client
 
@@ -55,7 +56,7 @@ def storage(request, s3_server, tmp_path, monkeypatch):
 
 
 def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
-    """In the order of the partitions, an empty one has none; what was published first stays."""
+    """Files have the order of the partitions, and an earlier publication stays."""
     caplog.set_level(logging.INFO)
     made = publish_computed(client, storage, "d", lazy(part), logger)
     assert made.num_files == 5
@@ -68,8 +69,7 @@ def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
 
 @pytest.mark.extended
 def test_a_killed_worker_costs_only_its_partitions(tmp_path) -> None:
-    """On a cluster that allows no failure: the lost ones are computed again, and nothing is left
-    over or there twice."""
+    """Only the lost partitions are computed again, and no file exists twice."""
     storage = DirectoryStorage(tmp_path / "store")
     options = {"scheduler_kwargs": {"allowed_failures": 0}}
     with own_cluster(2, **options) as (_, client):
@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_only_its_partitions(tmp_path) -> None:
 
 
 def test_an_error_in_a_partition_is_the_users_and_leaves_nothing(client, tmp_path) -> None:
-    """No dataset is there; what another worker still wrote goes with the next publication."""
+    """No dataset is left, and the next publication removes other workers' files."""
     storage = DirectoryStorage(tmp_path)
     with pytest.raises(ValueError, match="partition 1 can't be cleaned"):
         publish_computed(client, storage, "d", lazy(failing_part), logger)
@@ -93,7 +93,7 @@ def test_an_error_in_a_partition_is_the_users_and_leaves_nothing(client, tmp_pat
 
 @pytest.mark.extended
 def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) -> None:
-    """A column of complex numbers."""
+    """The error for complex numbers names the partition."""
     storage = DirectoryStorage(tmp_path)
     frame = dd.from_map(mixed_part, range(2), meta={"odd": "complex128"})
     pickled = LazyDataset("dask.dataframe.DataFrame", cloudpickle.dumps(frame))
@@ -111,7 +111,7 @@ def mixed_part(number: int):
 @pytest.mark.extended
 @pytest.mark.usefixtures("prefect_api")
 def test_a_flow_trains_on_what_dask_computed(shared: ClusterParams, tmp_path: Path) -> None:
-    """Prepare returns a Dask DataFrame; the second run finds the dataset."""
+    """`prepare` returns a Dask DataFrame, and the second run finds the dataset."""
     params = TrainParams(
         workload="tests.workloads.dask_table", storage=str(tmp_path), cluster=shared, ledger=True
     )

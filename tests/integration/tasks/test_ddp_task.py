@@ -121,9 +121,7 @@ def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
 def test_called_and_submitted_on_as_many_workers_as_ranks(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Called directly, submitted, and called again: rank 0's value each time, a training each
-    time, lines in the run's log. Two that are submitted at once take turns. A function that is
-    decorated in its module sees that."""
+    """Each call or submission is one training that returns rank 0's value."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(task_runner=on(dask_cluster))
@@ -150,9 +148,7 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
 def test_without_parentheses_it_takes_all_workers_and_any_argument(
     dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain decorator: a Task of the function's name, documentation and signature; a rank per
-    worker; default storage. Names that Dask, Prefect or we use ourselves are the function's own;
-    defaults stay."""
+    """The plain decorator keeps the function's name and signature, and has a rank per worker."""
     monkeypatch.setenv("HOME", str(tmp_path))
 
     @ddp_task
@@ -203,7 +199,7 @@ def test_without_parentheses_it_takes_all_workers_and_any_argument(
 def test_a_relative_path_and_a_home_are_the_callers(
     dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A task's storage is where its caller's folder and home are, not its Dask worker's."""
+    """A task's storage is resolved in its caller's folder and home, not on its Dask worker."""
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -228,7 +224,7 @@ def test_a_relative_path_and_a_home_are_the_callers(
 def test_an_argument_that_cannot_be_sent_is_named_at_the_call(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """The flow that submits or maps a task learns which part of which argument, and what to do."""
+    """The flow that submits or maps a task gets the part of the argument and what to do."""
 
     @ddp_task(world_size=1, storage=tmp_path)
     def reads(ctx: RankContext, dataset: dict[str, Any], lr: float) -> None: ...
@@ -251,8 +247,7 @@ def test_an_argument_that_cannot_be_sent_is_named_at_the_call(
 
 @pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
 def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
-    """The error names the flow, its runner and what to write, called and submitted, and outside
-    of a flow."""
+    """The error names the flow, its runner and what to write."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(name="no-dask")
@@ -495,7 +490,7 @@ def test_equal_arguments_have_one_digest_in_every_process(
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the command line, in another process, with another Prefect home."""
+    """A retry from the command line, in another Prefect home, resumes the training."""
     command = [sys.executable, "-c", "from tests.workloads.flows import retried; retried()"]
     env = {**os.environ, "PREFECT_API_URL": prefect_api, "RETRIED_STORE": str(tmp_path / "store")}
     failed = subprocess.run(
@@ -519,8 +514,7 @@ def test_prefect_flow_run_retry_resumes_it(
 def test_latest_takes_up_what_its_own_flow_run_cancelled(
     tmp_path: Path, state: str, taken_up: str | None
 ) -> None:
-    """A flow run that is resumed, or retried after a cancel, has new task runs, and goes on with
-    what the earlier ones left; what still trains beside it is none of its business."""
+    """New task runs of a flow run continue with what its earlier ones left."""
     storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
 
     @flow
@@ -554,8 +548,7 @@ def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float
 def test_latest_and_best_take_no_run_of_another_flow(
     dask_cluster: LocalCluster, tmp_path: Path, reference: str
 ) -> None:
-    """A task of the same name in another flow, with the same storage, is another experiment; so is
-    the same task with another run_key."""
+    """A task in another flow, or with another run_key, is another experiment."""
     saves = CheckpointParams(every_s=None, every_steps=2)
     fit: Any = ddp_task(name="fit", world_size=1, storage=str(tmp_path), checkpoint=saves)(
         weight_of_a_training
@@ -585,8 +578,7 @@ def test_latest_and_best_take_no_run_of_another_flow(
 def test_a_new_run_begins_from_another_with_its_ledger(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """resume_from takes a run's id, a place and a step, also by with_options; the ledger of the
-    new run begins where it does."""
+    """`resume_from` takes a run's id, a place and a step, and the new ledger begins there."""
     train = task(tmp_path, ledger=True)
     later: Any = train.with_options(name="later")
 

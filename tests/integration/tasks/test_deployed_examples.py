@@ -1,5 +1,5 @@
-"""The deployments of deployments/, as `make nightly` makes them: repeatable, a form for each
-example workload that refuses a wrong option, and one run at a time."""
+"""`make nightly` deploys the examples repeatably, with a form for each that refuses wrong
+options, and runs one at a time."""
 
 import os
 import subprocess
@@ -79,9 +79,7 @@ def begin(client: SyncPrefectClient, name: str, tmp_path: Path) -> FlowRun:
 
 
 def test_a_night_on_one_machine(tmp_path: Path) -> None:
-    """What `make nightly` runs can be repeated; each form has the workload's options, and the
-    server refuses a wrong one before a worker is there; two runs asked for at once train one
-    after the other, or the second one is dropped, as WHEN_BUSY says."""
+    """`make nightly` can be repeated, forms refuse wrong options, and runs take turns."""
     nightly = "deployments/nightly.sh --run-once"
     with get_client(sync_client=True) as client:
         shell(nightly, tmp_path / "first.log", WHEN_BUSY="CANCEL_NEW")

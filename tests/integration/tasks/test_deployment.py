@@ -1,4 +1,4 @@
-"""A deployment's run, by a real server, a process work pool and a worker, is cancelled."""
+"""A deployment's run on a real server, a process work pool and a worker is cancelled."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +51,7 @@ def begin(params: TrainParams) -> None:
 
 
 def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    """`prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
-    Cancelled."""
+    """`prefect flow-run cancel` leaves one checkpoint, no ranks and the states Cancelled."""
     begin(params_of(tmp_path))
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
     above = {parent for rank in ranks for parent in rank.parents()}
@@ -67,8 +66,7 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
-    """Suspended, as by the UI: all ranks stop after one step and save it, and the flow's process
-    ends; resumed, a new one goes on from that step, and the run completes."""
+    """A suspended run saves and ends its process, and a new process completes it."""
     begin(steered(tmp_path))
     ranks = pids_in(tmp_path, 2, timeout_s=150)
     wait_until((tmp_path / "step").exists)

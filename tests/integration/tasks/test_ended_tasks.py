@@ -1,4 +1,4 @@
-"""A flow is retried after the end of a `ddp_task`'s training: README's example, as a script."""
+"""A flow is retried after its `ddp_task` has ended: the README's example, as a script."""
 
 import os
 import re
@@ -47,8 +47,7 @@ CHANGES = {
 def test_readmes_task_when_its_flow_is_retried_after_its_end(
     tmp_path: Path, options: str, num_attempts: int, says: str
 ) -> None:
-    """Both runs of the flow get the same value, and the run stays completed. If Prefect kept the
-    value, no gang is started a second time; otherwise the function runs again."""
+    """Both runs of the flow get the same value, and a kept value starts no gang."""
     (code,) = (example for example in EXAMPLES if "@ddp_task" in example)
     for old, new in {**CHANGES, "retries=2": options}.items():
         assert code.count(old) == 1, old

@@ -1,4 +1,4 @@
-"""When the ground of a run goes: the train task's worker lost, the scheduler killed."""
+"""A run loses its train task's worker, or its scheduler."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,13 +51,12 @@ def lose_the_worker_of_the_train_task(tmp_path: Path, how: str) -> None:
 
 
 def test_the_worker_of_the_train_task_is_lost(tmp_path: Path) -> None:
-    """SIGKILL of the train task's own Dask worker; chaos stops it."""
+    """The train task's own Dask worker gets SIGKILL; chaos stops it instead."""
     lose_the_worker_of_the_train_task(tmp_path, "kill_grandparent")
 
 
 def test_the_scheduler_is_killed(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of the scheduler of others: the flow says so at once, no task run stays
-    Running, no rank is left."""
+    """The flow reports a killed shared scheduler at once, and no task run stays Running."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(_kill_when_marked, others.scheduler, tmp_path / "mark" / "0")

@@ -1,4 +1,4 @@
-"""A flow's process that is killed leaves no temporary server of Prefect's behind."""
+"""A killed flow leaves no temporary Prefect server."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ run()
 
 
 def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
-    """The watch that closes the run ends the server that the flow's process had started."""
+    """The watch that closes the run also ends the server that the flow had started."""
     own = ("PREFECT_API_URL", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}

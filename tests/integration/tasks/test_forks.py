@@ -1,4 +1,4 @@
-"""Processes that are forked where Prefect has run end as they would without it."""
+"""Processes that are forked after Prefect has run end as they would without it."""
 
 import multiprocessing
 
@@ -39,18 +39,19 @@ def in_a_child() -> int:
 
 
 def run_a_flow(answers: "multiprocessing.SimpleQueue[int]") -> None:
-    """Run a flow where one has run before the fork."""
+    """Run a flow in a process whose parent has run one before the fork."""
     answers.put(in_a_child())
 
 
 def test_a_dataloader_forks_where_a_flow_has_run() -> None:
-    """In a task and after it, each time: all batches, and no worker that "exited unexpectedly"."""
+    """A DataLoader gives all batches in a task and after it, and no worker "exited
+    unexpectedly"."""
     for load in (a_flow_that_loads, load_all) * 2:
         assert load() == sum(range(40))
 
 
 def test_a_forked_child_runs_a_flow_of_its_own() -> None:
-    """And ends what it has started itself."""
+    """A forked child ends what it has started itself."""
     assert in_a_child() == 7
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A training of train_flow that fails, hangs or is broken off goes on, by every way there is."""
+"""A training of train_flow that fails, hangs or is broken off continues in every possible way."""
 
 import re
 import time
@@ -91,8 +91,7 @@ def weights(report: TrainReport) -> bytes:
 
 
 def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) -> None:
-    """Rank 1 is killed at step 12: attempt 2 resumes in the same task run, to the very same
-    weights; the report names both."""
+    """Attempt 2 resumes in the same task run to the same weights, and the report names both."""
     report = train_flow(params(options={"fault": KILLED}, max_restarts=2, ledger=True))
     training = report.training
     assert (training.attempt, training.world_size) == (2, 2)
@@ -124,8 +123,7 @@ def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) 
 def test_prefects_retries_come_after_the_restarts(
     params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:
-    """One restart, used up by a second kill; then one retry of Prefect's, which resumes; the log
-    names rank, host and cause, and the report what it cost."""
+    """A second kill uses up the restart, and Prefect's retry resumes the training."""
     fault = {**KILLED, "attempts": [1, 2]}
     began_s = time.monotonic()
     report = train_flow(params(options={"fault": fault}, retries=1, max_restarts=1))
@@ -151,8 +149,7 @@ def test_prefects_retries_come_after_the_restarts(
 def test_an_error_that_comes_back_is_not_tried_a_third_time(
     params: Params, max_restarts: int, between: list[str]
 ) -> None:
-    """The same ValueError at the same step ends it after the second attempt, a restart or a
-    retry; the flow raises it, and the task's message says why."""
+    """The same error at the same step ends the run after the second attempt."""
     fault = {"how": "raise", "step": 7, "rank": 0, "attempts": list(range(1, 9))}
     says = "rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail"
     with pytest.raises(RankFailedError, match=says) as caught:
@@ -167,8 +164,7 @@ def test_an_error_that_comes_back_is_not_tried_a_third_time(
 
 
 def test_a_hang_is_tried_again_and_resumed(params: Params) -> None:
-    """The log names rank, step and line, and has all ranks' stacks; a retry resumes from the
-    checkpoint."""
+    """The log has rank, step, line and all stacks, and a retry resumes from the checkpoint."""
     given = params(
         options={"fault": {"how": "hang", "rank": 1, "step": 6, "attempts": [1]}},
         checkpoint=CheckpointParams(every_steps=2, every_s=None),
@@ -191,8 +187,7 @@ def test_a_hang_is_tried_again_and_resumed(params: Params) -> None:
 def test_a_flow_retry_resumes_and_trains_no_more_than_needed(
     params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:
-    """The task has no retry left and fails: the flow's retry resumes from its checkpoint. Then the
-    evaluation fails: the next retry finds the training Cached, and evaluates."""
+    """A flow retry resumes from the checkpoint, and a later one finds the training Cached."""
     options = {"fault": KILLED, "fail_evaluation_once": str(tmp_path / "failed")}
     report = train_flow.with_options(retries=2)(params(options=options))
     assert report.training.attempt == 2
@@ -206,9 +201,7 @@ def test_a_flow_retry_resumes_and_trains_no_more_than_needed(
 def test_a_failed_run_is_resumed(
     prefect_api: str, params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:
-    """By a new run with resume_from, its id or its place, and by `prefect flow-run retry` in
-    another process. The evaluation fails there: retried with another Prefect home, where Prefect's
-    results are out of reach, as on another machine, it evaluates and makes no attempt."""
+    """A new run with `resume_from` and `prefect flow-run retry` both resume a failed run."""
     store, retried = tmp_path / "store", str(tmp_path / "retried")
     options = {"fault": KILLED, "fail_evaluation_once": retried}
     with pytest.raises(RankFailedError, match="SIGKILL"):
@@ -237,8 +230,8 @@ def test_a_failed_run_is_resumed(
 def test_tonight_goes_on_with_yesterday(
     params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:
-    """resume_from="latest" takes up what didn't finish, until a run has finished; "best" begins a
-    training with the weights of the best run and with nothing else of it."""
+    """With "latest" a run resumes what didn't finish; with "best" it starts only from the
+    best run's weights."""
 
     def tonight(reference: str, **options: Any) -> TrainReport:
         checkpoint = CheckpointParams(

@@ -1,4 +1,4 @@
-"""The report as a file, in a real browser: on a phone and a wide screen, light and dark."""
+"""A real browser shows the report's file on a phone and a wide screen, light and dark."""
 
 import math
 from pathlib import Path
@@ -100,8 +100,7 @@ def write(folder: Path, view: RunView) -> Path:
 
 @pytest.mark.parametrize("name", ["finished", "failed"])
 def test_a_report_is_read_on_any_screen(page: Page, tmp_path: Path, name: str) -> None:
-    """All pictures are drawn, and nothing but a table or code is wider than the screen; the page
-    has the colours of the system. The first screen of a phone has state, cause and what to do."""
+    """All pictures are drawn, only tables and code are wide, and a phone shows the cause first."""
     view = views()[name]
     path = write(tmp_path, view)
     brightness = {}
@@ -133,7 +132,7 @@ def test_a_report_is_read_on_any_screen(page: Page, tmp_path: Path, name: str) -
 
 
 def test_a_hostile_report_runs_nothing(page: Page, tmp_path: Path) -> None:
-    """No script, no event, no link and no picture of somebody else's."""
+    """The page has no foreign script, event, link or picture."""
     view = hostile_view(EVIL)
     plain = view.record.model_copy(update={"run_id": "calm-otter"})
     changes = {"record": plain, "links": Links(), "previous": None, "earlier": ()}

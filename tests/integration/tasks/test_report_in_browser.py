@@ -1,4 +1,4 @@
-"""The report as people see it: in both UIs of a real Prefect server, light and dark."""
+"""Both UIs of a real Prefect server show the report, light and dark."""
 
 import json
 import threading
@@ -61,10 +61,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def params(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Run a cluster for the flows of this module; gives where they train and save.
-
-    Of its own: Prefect's events go from a Dask worker to the first server that it had.
-    """
+    """Run a cluster for the flows of this module; give the parameters of training and
+    storage. The cluster isn't shared: Prefect's events go from a Dask worker to the first
+    server that it had."""
     with local_cluster(n_workers=2) as cluster:
         at = ClusterParams(address=cluster.scheduler_address)
         yield {"storage": str(tmp_path_factory.mktemp("store")), "cluster": at}
@@ -103,7 +102,7 @@ def pages_of(workload: str) -> list[Any]:
 def test_a_run_is_seen_while_it_trains_and_at_its_end(
     api: str, page: Page, params: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Headline, curves, ranks and where the model is."""
+    """The page shows headline, curves, ranks and the model's place."""
     workload, saves = "tests.workloads.tiny:Steered", CheckpointParams(every_s=None, every_steps=50)
 
     def train() -> None:
@@ -128,7 +127,7 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(
 def test_a_run_that_failed_for_good_shows_the_users_exception(
     api: str, page: Page, params: dict[str, Any]
 ) -> None:
-    """With its rank, its attempt and its step, in the headline's place and among the failures."""
+    """Headline and failures have the exception with its rank, attempt and step."""
     workload = "tests.workloads.tiny"
     fault = {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}
     given = {"workload": workload, "max_restarts": 1, "options": {"fault": fault}}
@@ -140,7 +139,7 @@ def test_a_run_that_failed_for_good_shows_the_users_exception(
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
-    """No link, no outside image, no script, in either UI; all of it is shown as it is."""
+    """Names appear as text in both UIs, without links, outside images or scripts."""
     values = {HOSTILE: [(1, 1.0), (5, 3.0), (9, 2.0)], "loss": [(1, 1.0), (5, 0.7), (9, 0.5)]}
     shown = TrainingProgress(
         status="failed",

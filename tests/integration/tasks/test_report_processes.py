@@ -1,4 +1,4 @@
-"""What the reports do in processes: load little, read git, show code that runs."""
+"""Reports load little, read git, and show code that runs."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def run(program: str) -> None:
 
 
 def test_the_code_that_loads_the_model_runs(tmp_path: Path) -> None:
-    """From a file, and by fsspec from elsewhere."""
+    """The code loads a model from a file, and by fsspec from elsewhere."""
     program = "import torch, fsspec\n"
     for suffix, save in SAVE.items():
         for uri in (f"{tmp_path}/model{suffix}", f"memory://bucket/model{suffix}"):
@@ -36,7 +36,7 @@ assert model(torch.ones(1, 2)).item() == 3.0
 
 
 def test_versions_are_those_of_what_the_workload_imports_and_torch_is_not_loaded():
-    """They come from the packages' metadata and the workload's source."""
+    """Versions come from the packages' metadata and the workload's source."""
     run(
         "import sys\nfrom pathlib import Path\n"
         "from prefect_torch_ddp.tracking.provenance import versions_for\n"

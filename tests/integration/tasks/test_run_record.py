@@ -1,4 +1,4 @@
-"""What a run leaves for later: its record in the storage, and its events on Prefect's bus."""
+"""A run leaves its record in the storage and its events on Prefect's bus."""
 
 import re
 import subprocess
@@ -89,8 +89,7 @@ def only_record(store: Path) -> RunRecord:
 def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """What ran, with which code, on which data and ranks, each attempt and its end, and what came
-    of it; the same things were told as events when they happened, with step, attempt and size."""
+    """Record and events have code, data, ranks, each attempt with its end, and the results."""
     store = tmp_path / "store"
     options = {"fault": KILLED, "api_key": "s3cr3t"}
     address = dask_cluster.scheduler_address
@@ -160,8 +159,7 @@ def fail_in_step_three(ctx: RankContext, rate: float, data: object) -> None:
 def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """With its arguments, its source's commit and its error; Prefect's retry is an attempt of the
-    same record, and only after it the training is said to have finished."""
+    """Prefect's retry is an attempt of the same record, and the last event follows it."""
     runner: Any = DaskTaskRunner(address=dask_cluster.scheduler_address)
     ids: list[str] = []
 
@@ -207,8 +205,7 @@ def fail_once(folder: str) -> int:
 def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Page, progress, record and events as a ddp_task has them; its lines are in the run's log and
-    in the storage."""
+    """`gang_report` gives a gang the page, progress, record and events of a ddp_task."""
 
     @flow
     def sweeps() -> tuple[str, list[int]]:

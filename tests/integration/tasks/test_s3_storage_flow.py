@@ -1,5 +1,4 @@
-"""train_flow with a saved s3-bucket block, on a real Prefect server, and on Ceph and moto,
-which check who asks."""
+"""train_flow runs with a saved s3-bucket block on a real Prefect server, on Ceph and moto."""
 
 import os
 from pathlib import Path
@@ -23,8 +22,8 @@ pytestmark = [
 
 
 def all_that_was_recorded(flow_run_id: UUID) -> str:
-    """Return as one text what the Prefect server tells of a run: its log, artifacts, parameters
-    and states."""
+    """Return as one text what the Prefect server has of a run: its log, artifacts,
+    parameters and states."""
     runs = task_runs_of(flow_run_id)
     with get_client(sync_client=True) as client:
         parts = [client.read_flow_run(flow_run_id).model_dump_json()]
@@ -35,7 +34,7 @@ def all_that_was_recorded(flow_run_id: UUID) -> str:
 
 
 def persisted() -> dict[Path, bytes]:
-    """Return all that Prefect wrote below its home on this side: results of tasks among it."""
+    """Return everything that Prefect wrote below its home here, including results of tasks."""
     files = (path for path in Path(os.environ["PREFECT_HOME"]).rglob("*") if path.is_file())
     return {path: path.read_bytes() for path in files}
 
@@ -46,8 +45,7 @@ def test_everything_of_a_run_is_in_the_bucket(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run
-    prepares nothing."""
+    """All files are objects, the secret key is nowhere, and a second run prepares nothing."""
     _, secret = ceph_server.keys["owner"]
     block = save_block("training", ceph_server)
     params = TrainParams(workload="tests.workloads.tiny", storage=block, cluster=shared)
@@ -93,7 +91,7 @@ def test_everything_of_a_run_is_in_the_bucket(
 def test_a_run_begins_from_the_checkpoint_of_another_storage(
     s3_server: S3Server, shared: ClusterParams, tmp_path: Path
 ) -> None:
-    """From the bucket of a block into a directory; the bucket stays as it was."""
+    """A run in a directory resumes from a block's bucket, which stays as it was."""
     block, bucket = save_block("resumed", s3_server), s3_server.storage(FOLDER)
     policy = CheckpointParams(every_s=None, every_steps=5, keep_last=9)
     given = {"workload": "tests.workloads.tiny", "cluster": shared}
@@ -119,8 +117,7 @@ def test_a_run_begins_from_the_checkpoint_of_another_storage(
 def test_wrong_credentials_are_refused_before_a_process_starts(
     ceph_server: S3Server, wrong: str, says: str
 ) -> None:
-    """A wrong key or secret, or a user who may only read: the error names the place and the
-    reason, and shows no secret."""
+    """The error names the place and the reason, and shows no secret."""
     user = "reader" if wrong == "user" else "owner"
     key, secret = ceph_server.keys[user]
     changed = {

@@ -1,4 +1,4 @@
-"""Scripts for torchrun as Prefect tasks: the same bits, and a kill costs what they can resume."""
+"""Scripts for torchrun run as Prefect tasks with the same bits, and resume after a kill."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint(
     script: str,
     again: dict[str, int],
 ) -> None:
-    """It gets `resume_args` in the next attempt, and ends with torchrun's bits."""
+    """The next attempt gets `resume_args`, and ends with torchrun's bits."""
     storage = str(tmp_path / "storage")
     train = ddp_script(
         script,
@@ -77,7 +77,7 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint(
 def test_a_script_needs_no_word_on_its_process_group(
     tmp_path: Path, dask_client: Client, of_torchrun: dict[str, torch.Tensor]
 ) -> None:
-    """`run_gang` leaves it to a script, and to a module that runs as one."""
+    """`run_gang` lets scripts, and modules that run as one, start their own process group."""
     run_gang(dask_client, MODULE, args=[tmp_path, "--lr", 0.3], world_size=2)
     assert_same(final(tmp_path), of_torchrun)
 
@@ -85,7 +85,7 @@ def test_a_script_needs_no_word_on_its_process_group(
 def test_what_is_no_script_is_refused_before_work_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another kind of file at once; a file that isn't there when the task is called."""
+    """Another kind of file is refused at once, and a missing one when the task is called."""
     with pytest.raises(InvalidParamsError, match=r"script is 'train.sh'; give the path of a .py"):
         ddp_script("train.sh")
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""Every shell block of README.md and deployments/README.md, run as it stands, on a Prefect server
-whose database is Debian's Postgres."""
+"""Every shell block of README.md and deployments/README.md runs unchanged, on a Prefect
+server with Debian's Postgres."""
 
 import os
 import re
@@ -43,10 +43,8 @@ STAYS = re.compile(r"(prefect worker start|python -m flows\.deployed)\b")
 
 @pytest.fixture
 def postgres() -> Iterator[str]:
-    """Run Postgres with a database of its own; give the server's connection URL.
-
-    Postgres refuses to run as root; Debian's package comes with a user for it.
-    """
+    """Run Postgres with a separate database; give the server's connection URL. Postgres
+    refuses to run as root; Debian's package comes with a user for it."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not found:
         pytest.skip("no Postgres here: apt-get install postgresql, or make system-packages")
@@ -73,7 +71,7 @@ def postgres() -> Iterator[str]:
 
 @contextmanager
 def running(line: str, log: Path) -> Iterator[None]:
-    """Run a command that stays in the foreground of a terminal of its own; end it by Ctrl-C."""
+    """Run a command that stays in the foreground of its terminal; end it by Ctrl-C."""
     with log.open("wb") as out:
         process = subprocess.Popen(["bash", "-c", f"exec {line}"], cwd=ROOT, stdout=out, stderr=out)
         try:
@@ -139,8 +137,7 @@ def check_nightly(client: SyncPrefectClient) -> None:
 
 
 def check_evaluations(client: SyncPrefectClient, trained: list[FlowRun]) -> None:
-    """The automation had checkpoints of these runs evaluated, by the run's own workload, parameters
-    and data, from its record alone."""
+    """Check that the automation evaluated checkpoints of these runs, using only their records."""
 
     def evaluations() -> list[FlowRun]:
         return [run for run in asked_for(client) if "checkpoint" in run.parameters]
@@ -158,8 +155,7 @@ def check_evaluations(client: SyncPrefectClient, trained: list[FlowRun]) -> None
 def test_every_shell_block_runs(
     postgres: str, chain_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of deployments/README.md in their order, then those of README.md; each ends well, and
-    the runs that they ask for are completed."""
+    """Each block ends well in its order, and the runs that it starts complete."""
     monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", postgres)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path))  # whose storage is the default one

@@ -1,5 +1,4 @@
-"""What a person sees who started the flow: a bar in a terminal, until Ctrl-C, plain lines in a
-pipe, and why a task has not begun."""
+"""The terminal of a flow shows a bar, plain lines in a pipe, and why a task has not begun."""
 
 import logging
 import re
@@ -72,9 +71,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path: Path) -> None:
-    """The stages pass by in one line, lines of all processes stay whole above it. Ctrl-C, which
-    reaches the local cluster too, ends it after one step with its checkpoint: state Cancelled, the
-    cursor is there again, and no bar is left."""
+    """Log lines stay whole above the bar, and Ctrl-C stops the run with a checkpoint."""
     # Wide enough for whatever time a loaded machine has left.
     with in_terminal(script, str(tmp_path), columns=140, **LOUD) as terminal:
         wait_until(lambda: re.search(TRAINS, terminal.text), what="a bar with its position")
@@ -101,9 +98,7 @@ def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path
 
 
 def test_nothing_configured(script: Path, tmp_path: Path) -> None:
-    """Without any server configured: an embedded one, a local cluster, local storage; a typed
-    report. The weights load with plain torch, and without `module.`. In a pipe Prefect's own lines
-    say how far it is, without a single escape code."""
+    """Without configuration a run uses an embedded server, a local cluster and local storage."""
     said: list[str] = []
     with subprocess.Popen(
         [sys.executable, str(script), str(tmp_path)],
@@ -128,7 +123,7 @@ def test_nothing_configured(script: Path, tmp_path: Path) -> None:
 def test_a_ddp_task_has_the_bar_submitted_or_called(
     tmp_path: Path, dask_cluster: LocalCluster
 ) -> None:
-    """Under a flow of one's own, on a cluster of somebody else's."""
+    """The user's flow shows the bar, on a shared cluster."""
     (tmp_path / "nightly.py").write_text(TASK)
     arguments = str(tmp_path), dask_cluster.scheduler_address
     with in_terminal(tmp_path / "nightly.py", *arguments, **LOUD) as terminal:
@@ -153,7 +148,7 @@ def begin() -> str:
 
 @contextmanager
 def when_said(text: str, do: Callable[[], object]) -> Iterator[list[str]]:
-    """Do it once a flow run logs the text; give all that flow runs log."""
+    """Do it once a flow run logs the text; give everything that flow runs log."""
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -172,7 +167,7 @@ def when_said(text: str, do: Callable[[], object]) -> Iterator[list[str]]:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
-    """A cluster whose workers come late, as on Slurm; and one whose worker is busy, with whom."""
+    """The line names late workers, or the task that keeps a worker busy."""
     options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
         begin_it = GangTask(begin)
@@ -211,7 +206,7 @@ nightly()
 @pytest.mark.extended
 @pytest.mark.usefixtures("prefect_api")
 def test_a_notebook_shows_it_in_the_cell(tmp_path: Path, dask_cluster: LocalCluster) -> None:
-    """One output that changes, and is empty at the end; no ipywidgets needed."""
+    """One output changes, is empty at the end, and needs no ipywidgets."""
     cell = nbformat.v4.new_code_cell(
         NOTEBOOK.format(address=dask_cluster.scheduler_address, folder=str(tmp_path / "store"))
     )

@@ -1,5 +1,4 @@
-"""The main job: the digits, end to end, twice, on a real Prefect server and a real local Dask
-cluster."""
+"""The digits are trained end to end, twice, on a real Prefect server and a local Dask cluster."""
 
 import hashlib
 import io
@@ -37,8 +36,7 @@ DIGITS = "prefect_torch_ddp.examples.digits"
 
 @pytest.mark.usefixtures("prefect_api")
 def test_digits_are_learnt_twice(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """With the same parameters and storage; what the first run learns, that the second one repeats
-    it, and what both leave to browse."""
+    """The second run with the same parameters repeats what the first one learnt."""
     params = TrainParams(
         workload=DIGITS,
         storage=str(tmp_path),
@@ -76,8 +74,8 @@ def check_that_digits_are_learnt(report: TrainReport) -> None:
 def check_that_nothing_was_prepared_and_the_weights_are_the_same(
     first: TrainReport, second: TrainReport
 ) -> None:
-    """The second run's prepare is Cached; split and weights are the same by the
-    seed. A card is beside the weights."""
+    """The second run's prepare is Cached; split and weights are the same by the seed. A card
+    is next to the weights."""
     for report, state in ((first, "Completed"), (second, "Cached")):
         runs = task_runs_of(flow_run_id_of(report.flow_run_url), "prepare")
         assert runs["prepare"].state_name == state
@@ -95,8 +93,8 @@ def check_that_nothing_was_prepared_and_the_weights_are_the_same(
 
 
 def check_artifacts(report: TrainReport) -> None:
-    """Progress, the report with its curve, epoch table, confusion matrix, worst samples, where
-    the checkpoints are."""
+    """Progress, the report with its curve, epoch table, confusion matrix, worst samples, and
+    the places of the checkpoints."""
     flow_run_id = flow_run_id_of(report.flow_run_url)
     progress, page = (
         artifacts_of(flow_run_id)[key(kind, f"train-ddp/{DIGITS}")]
@@ -120,9 +118,8 @@ def check_artifacts(report: TrainReport) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """With evaluate_on="best" the published checkpoint is the one with the lowest reported
-    loss. What both ranks print and log is in the run's log, the rank in front, also where
-    the workload's module imports Prefect, which configures logging when it loads."""
+    """`evaluate_on="best"` publishes the checkpoint with the lowest loss, and all lines are
+    logged."""
     report = train_flow(
         TrainParams(
             workload="tests.workloads.flows:Logging",

@@ -31,8 +31,7 @@ def runs_of(folder: Path, *given: dict[str, Any]) -> list[Run]:
 
 
 def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
-    """Storage, raw data and name, and where the ranks go. The dataset depends on what prepares it:
-    its options and the raw data, not options and seed of the training."""
+    """The dataset's id depends on prepare's options and the raw data, not on the training's."""
     raw = {"source": str(tmp_path / "raw")}
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.txt").write_text("a")
@@ -66,12 +65,12 @@ def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
     ],
 )
 def test_what_can_not_work_is_refused(tmp_path: Path, given: dict[str, Any], says: str) -> None:
-    """By name."""
+    """Each error names the parameter."""
     with pytest.raises(PrefectTorchDdpError, match=says):
         runs_of(tmp_path, given)
 
 
 def test_a_run_without_a_record_is_not_evaluated(tmp_path: Path) -> None:
-    """It is refused before a cluster is started."""
+    """The evaluation is refused before a cluster is started."""
     with pytest.raises(PrefectTorchDdpError, match="no-such-run"):
         Run.from_checkpoint(f"{tmp_path}/store/runs/no-such-run", None, None)

@@ -1,4 +1,4 @@
-"""What a task that waits holds back from others: nothing, and a task that holds it is named."""
+"""A waiting task holds back nothing from others, and a task that does is named."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,7 +57,7 @@ def state_of(task_run_id: UUID) -> str:
 def test_trainings_of_one_concurrency_limit_run_one_after_the_other(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """The one that waits for its slot leaves its worker's only thread to the other one's ranks."""
+    """A training that waits for its slot leaves its worker's only thread to the other one."""
     with limit_of_one() as tag:
 
         @ddp_task(world_size=2, storage=str(tmp_path), tags=[tag])
@@ -72,7 +72,7 @@ def test_trainings_of_one_concurrency_limit_run_one_after_the_other(
 
 
 def test_a_task_that_waits_for_its_retry_leaves_its_thread_to_others(tmp_path: Path) -> None:
-    """Its retry is an hour away, and another training takes all workers meanwhile."""
+    """Another training takes all workers while a retry waits for an hour."""
 
     @ddp_task(world_size=1, storage=str(tmp_path), retries=1, retry_delay_seconds=3600)
     def fails(ctx: RankContext) -> None:
@@ -95,7 +95,7 @@ def test_a_task_that_waits_for_its_retry_leaves_its_thread_to_others(tmp_path: P
 
 
 def test_a_training_ends_while_others_use_the_threads_of_its_worker(tmp_path: Path) -> None:
-    """Its task waits for no thread once its ranks have returned."""
+    """A task needs no thread once its ranks have returned."""
     begun, mark = tmp_path / "the first one has begun", tmp_path / "the first one has ended"
 
     @ddp_task(world_size=1, storage=str(tmp_path))
@@ -123,8 +123,7 @@ def test_a_training_ends_while_others_use_the_threads_of_its_worker(tmp_path: Pa
 
 
 def test_a_gang_of_a_task_may_run_where_the_task_runs(dask_cluster: LocalCluster) -> None:
-    """A Prefect task calls `run_gang` with the client that prefect-dask gives it: the gang takes
-    all workers of the cluster, the task's own included."""
+    """`run_gang` in a Prefect task takes all workers of the cluster, including the task's own."""
 
     @task
     def train() -> list[float]:
@@ -141,8 +140,7 @@ def test_a_gang_of_a_task_may_run_where_the_task_runs(dask_cluster: LocalCluster
 def test_a_task_that_waits_in_prefect_is_named_with_what_it_waits_for(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """A task that is no training keeps its worker's thread while it waits for a slot of a limit;
-    a gang that needs the worker says so."""
+    """A waiting gang names the task that keeps a thread, and the limit for which it waits."""
     may_end, address = tmp_path / "may end", dask_cluster.scheduler_address
 
     def names(what: str) -> bool:
@@ -173,8 +171,7 @@ def test_a_task_that_waits_in_prefect_is_named_with_what_it_waits_for(
 
 
 def test_a_task_that_holds_what_its_gang_needs_is_refused(tmp_path: Path) -> None:
-    """`dask.annotate` has the task itself hold the GPU that `resources` asks for; without it the
-    gang gets the GPU."""
+    """A task that holds the GPU that its gang needs is refused."""
 
     @ddp_task(world_size=1, resources={"GPU": 1}, storage=str(tmp_path), retries=2)
     def fit(ctx: RankContext) -> int:
@@ -196,7 +193,7 @@ def test_a_task_that_holds_what_its_gang_needs_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_flow_on_a_cluster_that_starts_from_nothing_trains(tmp_path: Path) -> None:
-    """`adapt_kwargs` with a minimum of 0, as on a cloud: the task has the workers started."""
+    """A task has workers started on a cluster whose `adapt_kwargs` have a minimum of 0."""
 
     @ddp_task(world_size=2, storage=str(tmp_path))
     def fit(ctx: RankContext) -> int:

@@ -1,5 +1,4 @@
-"""Evaluation on real gloo ranks: the scores of the whole, however the samples are shared, and no
-rank that waits for another one."""
+"""Evaluation on real gloo ranks gives the scores of the whole, and no rank waits for another."""
 
 import itertools
 import os
@@ -66,8 +65,7 @@ def measure() -> list[Report | str]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_meter_is_exact_however_the_samples_are_shared(world_size: int) -> None:
-    """Uneven shares, ranks without any, none at all: each rank returns the scores of the whole,
-    or the same error."""
+    """Each rank returns the scores of the whole, or the same error, even if it has no samples."""
     first, *others = run_ranks(measure, world_size)
     assert others == [first] * (world_size - 1)
     for found, right in zip(first, measure(), strict=True):
@@ -135,8 +133,8 @@ def evaluate(ctx: RankContext, model: nn.Module) -> list[Report]:
 
 
 def test_no_rank_waits_for_one_without_a_batch(tmp_path: Path) -> None:
-    """1 sample on 2 ranks, BatchNorm, through the DDP itself; the running statistics are rank
-    0's on every rank, so what is reported is the score of the model that is saved."""
+    """A rank without a batch holds up nobody, and BatchNorm's statistics are rank 0's
+    everywhere."""
     first, second = train_on(2, config_for(tmp_path), train_and_evaluate)
     assert first["found"] == second["found"]
     assert [report.num_samples for report in first["found"][0]] == [1, 1, 5, 6] * 2

@@ -1,4 +1,4 @@
-"""A wrapped model's buffers are rank 0's at the end of each backward pass, of whatever kind."""
+"""After each backward pass a wrapped model's buffers of any kind are rank 0's."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def train(ctx: RankContext, kind: str) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("kind", NETS)
 def test_buffers_are_those_of_rank_0(kind: str, tmp_path: Path) -> None:
-    """Changed in place or replaced, in each step."""
+    """Buffers may be changed in place or replaced in each step."""
     first, second = train_on(2, config_for(tmp_path), train, kind)
     assert len(first) == 4
     for step, (here, there) in enumerate(zip(first, second, strict=True), 1):

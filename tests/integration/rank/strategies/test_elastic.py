@@ -1,4 +1,4 @@
-"""Elastic determinism: the same bits for every number of ranks that divides the virtual ranks."""
+"""Elastic determinism gives the same bits on any number of ranks that divides the virtual ranks."""
 
 import os
 from dataclasses import replace
@@ -35,8 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_one_two_and_four_ranks_end_with_the_same_bits(
     tmp_path: Path, expected: dict[str, Any], world_size: int
 ) -> None:
-    """SHA-256 of the weights, with convolution, dropout, augmentation, clipping and AdamW, over
-    uneven tails; without elastic determinism the bits differ."""
+    """The weights' SHA-256 is the same with dropout, augmentation, clipping and uneven tails."""
     assert fit_on(world_size, elastic_config(tmp_path / "a")) == [expected] * world_size
     assert expected["steps"] == 8
     if world_size == 2:
@@ -49,7 +48,7 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(
 def test_another_number_of_virtual_ranks_is_another_training(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    """Six virtual ranks on 1 and 3, where branches don't fall together with ranks."""
+    """Six virtual ranks give the same bits on 1 and 3 ranks."""
     (one,), three = (fit_on(n, elastic_config(tmp_path / str(n), 6)) for n in (1, 3))
     assert three == [one] * 3
     assert one["sha256"] != expected["sha256"]
@@ -65,16 +64,14 @@ def test_another_number_of_virtual_ranks_is_another_training(
     ids=["micro-batches and a scaler", "a tail of one", "shards"],
 )
 def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in
-    shards."""
+    """Smaller micro-batches, mixed precision, short tails and shards give the same bits."""
     sizes = (1, 4) if "global_batch_size" in options else (1, 2)
     (one,), several = (fit_on(n, elastic_config(tmp_path / str(n), options=options)) for n in sizes)
     assert several == [one] * sizes[1]
 
 
 def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """In a debugger too; augmentation draws the same in worker processes, and torch has its
-    settings back afterwards."""
+    """`RankContext.local()` gives the same bits and restores torch's settings."""
 
     def settings() -> tuple[object, ...]:
         is_exact = torch.are_deterministic_algorithms_enabled()
@@ -91,8 +88,7 @@ def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str,
 def test_four_then_two_then_one_then_four_ranks_by_kills(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    """SIGKILL between two micro-batches three times, another number of ranks each time: the
-    same bits, each sample once."""
+    """Three kills between micro-batches, each with another number of ranks, change no bit."""
     plan = {n: {"step": 2 * n + 1, "how": "SIGKILL"} for n in (1, 2, 3)}
     for world_size in (4, 2, 1):
         config = elastic_config(tmp_path, ledger=True)

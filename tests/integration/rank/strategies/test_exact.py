@@ -1,4 +1,4 @@
-"""Gradients are the global batch's, however shared out and accumulated, also over kills."""
+"""Gradients are the global batch's, however it is shared and accumulated, also after kills."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -109,10 +109,7 @@ def test_gradients_are_those_of_the_global_batch(
     ways: dict[str, int],
     options: dict[str, Any],
 ) -> None:
-    """Shares that don't divide, tails smaller than the world, several backward passes in a step,
-    with and without `no_sync`, micro-batches of other numbers on each rank, with one exchange, also
-    of virtual ranks: the single-process gradient, the same on each rank; a stand-in's nan stays
-    out."""
+    """Each rank has the single-process gradient, for any shares, tails and accumulation."""
     config = config_for(tmp_path, **options)
     values = train_on(world_size, config, gradients_of_epoch, *sizes, ways)
     for epoch, way in enumerate(ways):
@@ -129,9 +126,8 @@ def test_gradients_are_those_of_the_global_batch(
 def test_a_kill_between_two_micro_batches(
     tmp_path: Path, undisturbed: list[Any], die_at: int
 ) -> None:
-    """SIGKILL of a rank in the midst of an accumulation and of a shard, then a resume, with
-    dropout, AdamW and clipping, with a tracked GradScaler before and behind an overflow: every
-    bit, and the scale, is that of the uninterrupted run, and each sample counts once."""
+    """A resumed training has the bits and the scale of the uninterrupted one, before and
+    after overflows."""
     assert undisturbed[0]["scale"] == pytest.approx(2456.5)
     death = {1: {"step": die_at, "how": "SIGKILL"}}
     killed = config_for(tmp_path, **SCALED), healthy.fit_elastic, str(tmp_path), death
@@ -175,8 +171,7 @@ def with_and_without(ctx: RankContext) -> list[tuple[list[torch.Tensor], str]]:
 
 
 def test_mixed_precision_and_clipping(tmp_path: Path) -> None:
-    """Unscale, then clip: the norms and weights of a training without a scaler; all ranks leave
-    out the step that overflows."""
+    """Norms and weights are those without a scaler, and all ranks skip the step that overflows."""
     (one, without), (other, _) = train_on(2, config_for(tmp_path), with_and_without)
     assert one[1] == other[1] == without[1]
     for step, (norm, right) in enumerate(zip(one[0], without[0], strict=True), start=1):

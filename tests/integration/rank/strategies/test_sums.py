@@ -1,4 +1,4 @@
-"""A step on gradients that the ranks never summed is refused in that step; passes are counted."""
+"""A step on gradients that the ranks never summed is refused, and passes are counted."""
 
 import gc
 import logging
@@ -190,7 +190,7 @@ UNSUMMED = {
 
 @pytest.mark.parametrize("how", UNSUMMED)
 def test_a_step_on_gradients_that_no_rank_summed_is_refused(tmp_path: Path, how: str) -> None:
-    """In that very step, on every rank, with the parameter's name and the way out."""
+    """Every rank raises in that step, with the parameter's name and the way out."""
     fn, step, expected = UNSUMMED[how]
     for found, said, _ in train_on(2, config_for(tmp_path), step_of_error, fn):
         assert expected in said
@@ -211,7 +211,7 @@ def penalty_after(ctx: RankContext) -> None:
 
 
 def test_a_second_backward_pass_is_warned_of_once(tmp_path: Path) -> None:
-    """It may be the same on all ranks, as a penalty is: then the training ends as under DDP."""
+    """A pass that all ranks make in the same way, such as a penalty, ends as under DDP."""
     config = config_for(tmp_path)
     for step, said, warned in train_on(2, config, step_of_error, penalty_after):
         assert (step, said) == (4, "nothing")
@@ -230,7 +230,7 @@ def write_warnings(ctx: RankContext, fn: Callable[[RankContext], None], folder: 
 def test_a_pass_that_makes_replicas_differ_is_left_to_their_comparison(
     tmp_path: Path, fn: Callable[[RankContext], None]
 ) -> None:
-    """It is warned of in its step; the next checkpoint names what differs and isn't written."""
+    """The step warns, and the next checkpoint names the difference and isn't written."""
     config = config_for(tmp_path, every_steps=4)
     with pytest.raises(AssertionError, match="the replicas of 'model' have drifted apart"):
         train_on(2, config, write_warnings, fn, tmp_path)
@@ -515,7 +515,7 @@ def two_losses(ctx: RankContext) -> None:
 
 
 def a_local_probe(ctx: RankContext) -> None:
-    """A small model that each rank trains by itself beside the wrapped one."""
+    """A small model that each rank trains by itself, in addition to the wrapped one."""
     model, probe = ctx.wrap(make()), nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *probe.parameters()], 0.1)
     for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
@@ -658,13 +658,13 @@ def named(fn: Any) -> str:
 def test_steps_on_what_is_summed_or_meant_are_let_alone(
     tmp_path: Path, fn: Callable[[RankContext], None]
 ) -> None:
-    """Whatever is called beside the wrapped models; nothing is warned of either."""
+    """Calls of other models cause no warning."""
     for _, said, warned in train_on(2, config_for(tmp_path), step_of_error, fn):
         assert (said, warned) == ("nothing", [])
 
 
 def leave_out(ctx: RankContext, left_out: dict[int, int]) -> list[float]:
-    """Leave a batch out on each rank, in a step of its own, as for a loss that isn't finite."""
+    """Leave a batch out on each rank, in different steps, as for a loss that isn't finite."""
     net = make()
     model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
     ctx.track(model=net, optimizer=optimizer)
@@ -678,7 +678,7 @@ def leave_out(ctx: RankContext, left_out: dict[int, int]) -> list[float]:
 
 
 def test_ranks_that_leave_out_different_batches_are_named(tmp_path: Path) -> None:
-    """Their weights end up the same, of sums over different batches; nothing of that is saved."""
+    """Equal weights from sums over different batches aren't saved."""
     config = config_for(tmp_path, every_steps=4)
     said = r"numbers of backward passes in step 2: rank 1 0, the others 1\. .* all_reduce of a flag"
     with pytest.raises(AssertionError, match=said):
@@ -687,7 +687,7 @@ def test_ranks_that_leave_out_different_batches_are_named(tmp_path: Path) -> Non
 
 
 def test_a_batch_that_all_ranks_leave_out_is_no_difference(tmp_path: Path) -> None:
-    """Nor is a number of passes that changes from step to step."""
+    """A number of passes that changes from step to step is no difference either."""
     config = config_for(tmp_path)
     first, second = train_on(2, config, leave_out, {0: 2, 1: 2})
     assert first == second

@@ -1,5 +1,4 @@
-"""Shows on real gloo ranks that an agreement is one point for all, never passed, and comes
-where all asked for it."""
+"""On real gloo ranks an agreement is the same point for all, and no rank passes it."""
 
 import random
 import time
@@ -67,8 +66,7 @@ def want_now(own: random.Random) -> Want:
 
 @pytest.mark.parametrize(("world_size", "ahead_s"), [(2, 0.0), (3, 0.01), (4, 0.0)])
 def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: float) -> None:
-    """Ranks whose paces differ eightfold, loops that are left half-way, random wishes: one
-    sequence of agreements for all."""
+    """Ranks with very different paces, broken-off loops and random requests agree."""
     first, *others = run_ranks(wander, world_size, ahead_s)
     for agreed, *of_others in zip(first, *others, strict=True):
         for other in of_others:

@@ -1,4 +1,4 @@
-"""Real ranks in a loop that isn't `ctx.steps`, killed and resumed: records, values, bits."""
+"""Real ranks in their own loops are killed and resumed with the same records, values and bits."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ NUM_STEPS = 7
 
 
 def train(ctx: RankContext) -> dict[str, Any]:
-    """Train on draws in a loop of its own, with a checkpoint each other step.
-
-    Options: die_at (step), die_after (number of the checkpoint that is to be on record first).
-    """
+    """Train on draws in an own loop, with a checkpoint each other step. Options: die_at
+    (step), die_after (number of the checkpoint that is to be on record first)."""
     bare = torch.nn.Linear(4, 1).double()
     model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -50,8 +48,7 @@ def losses(folder: Path) -> list[tuple[int, int, float]]:
 
 
 def test_a_killed_loop_of_its_own_ends_with_the_same_weights_and_records(tmp_path: Path) -> None:
-    """SIGKILL of a rank, then a resume by a value of ctx.state: every bit, and each step of each
-    rank on record once, as in an undisturbed run."""
+    """After a kill every bit is the undisturbed run's, and each step is recorded once."""
     whole = train_on(2, config_for(tmp_path / "whole", None), train)
     death = {"die_at": 5, "die_after": 1}
     assert Died(-9) in train_on(2, config_for(tmp_path / "killed", None, options=death), train)
@@ -64,7 +61,7 @@ def test_a_killed_loop_of_its_own_ends_with_the_same_weights_and_records(tmp_pat
 
 
 def differ(ctx: RankContext) -> str:
-    """Keep a value that is each rank's own; return what is said of that."""
+    """Keep a value that differs by rank; return the error."""
     ctx.track(model=torch.nn.Linear(1, 1))
     state = ctx.state(seen=[])
     try:
@@ -77,7 +74,7 @@ def differ(ctx: RankContext) -> str:
 
 
 def test_a_value_that_differs_by_rank_is_refused_at_the_first_checkpoint(tmp_path: Path) -> None:
-    """Every rank would get rank 0's back."""
+    """A resume would give every rank the value of rank 0."""
     said = train_on(2, config_for(tmp_path, None), differ)[0]
     assert "'state'" in said
     assert "seen" in said

@@ -1,4 +1,4 @@
-"""What real ranks do together in the loop: agreed stops and saves, bit-identical resumes."""
+"""Real ranks agree on stops and saves in the loop, and resume to the same bits."""
 
 import functools
 import os
@@ -56,8 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Pat
 def test_a_killed_training_ends_with_the_same_weights(
     tmp_path: Path, whole: Any, world_size: int, die_at: int, die_on: int
 ) -> None:
-    """SIGKILL of a rank within or at the end of an epoch, then a resume: every bit is that of
-    the uninterrupted run, which has no ledger."""
+    """After a kill within or at the end of an epoch every bit is the uninterrupted run's."""
     folder, expected = whole(world_size)
     resumed_from = (die_at - 1) // 2 * 2
     death = {"die_at": die_at, "die_on": die_on, "die_after": resumed_from}
@@ -87,8 +86,7 @@ def _newest_model(folder: Path) -> Path:
 
 
 def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: Path) -> None:
-    """2 ranks, then 3, then 1: each sample once an epoch, told from what survived; and a lost
-    part is missed."""
+    """The ledger of 2, 3 and 1 ranks has each sample once an epoch, and misses a lost part."""
     assert Died(-9) in train(2, tmp_path, ledger=True, die_at=5, die_on=1, die_after=4)
     assert Died(-9) in train(3, tmp_path, ledger=True, die_at=9, die_on=0, die_after=8)
     under_way = read_ledger(tmp_path, "run")
@@ -108,7 +106,7 @@ def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: P
 
 
 def test_a_finished_training_adds_nothing_when_it_is_run_again(whole: Any) -> None:
-    """A retry after the end finds everything done."""
+    """A retry after the end makes no step."""
     folder, first = whole(2)
     again = train(2, folder)[0]
     assert again["resumed_from_step"] == 12
@@ -156,8 +154,7 @@ class Supervisor(Link):
 def test_a_stopped_training_resumes_to_the_same_weights(
     tmp_path: Path, whole: Any, world_size: int, ranks: tuple[int, ...], after_step: int
 ) -> None:
-    """Told to stop, also before the first step: one step for all, its checkpoint, and a resume
-    that ends with the same bits."""
+    """All ranks stop after one step with its checkpoint, and a resume ends with the same bits."""
     answers = run_ranks(train_watched, world_size, config_for(tmp_path), ranks, after_step)
     (step,) = {value["num_steps"] for value, _ in answers}
     assert step == after_step if len(ranks) == world_size else step in (after_step, after_step + 1)
@@ -175,8 +172,7 @@ def test_a_stopped_training_resumes_to_the_same_weights(
 
 
 def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path) -> None:
-    """Checkpoints by time at every turn delay no stop that all ranks ask for, and are
-    themselves whole."""
+    """Checkpoints by time are complete, and delay no stop that all ranks request."""
     config = config_for(tmp_path, options={"epochs": 100})
     often = replace(config, checkpoint=CheckpointParams(every_steps=None, every_s=0.001))
     answers = run_ranks(train_watched, 3, often, (0, 1, 2), 200)
@@ -198,7 +194,7 @@ def train_until_saved(ctx: RankContext, folder: str) -> int:
 
 
 def test_by_default_ranks_save_soon_without_being_asked(tmp_path: Path) -> None:
-    """After seconds, all at one step, and train on."""
+    """Ranks save at one step after seconds, and keep training."""
     config = replace(config_for(tmp_path), checkpoint=CheckpointParams())
     steps = train_on(2, config, train_until_saved, str(tmp_path))
     first, last = (manifest.step for manifest in list_manifests(config.storage, "run"))
@@ -241,8 +237,7 @@ def train_until(
 def test_ranks_that_ask_by_themselves_stop_after_the_same_step(
     tmp_path: Path, clocks: tuple[list[float], list[int], list[float]]
 ) -> None:
-    """Early stopping by a value, or a clock, that differs from rank to rank: no rank stops before
-    the first one asked; a retry adds no step."""
+    """Early stopping by values or clocks that differ stops all ranks after the same step."""
     _, ask_at, paces_s = clocks
     num_ranks = len(ask_at)
     found = train_on(num_ranks, config_for(tmp_path, None), train_until, *clocks)
@@ -272,12 +267,12 @@ def leave_by_break(ctx: RankContext) -> tuple[int, int]:
 
 
 def test_a_stop_asked_for_on_leaving_a_loop_comes_before_the_next(tmp_path: Path) -> None:
-    """The broken-off step has no end; all ranks stop before the next loop's first."""
+    """All ranks stop before the first step of the next loop."""
     assert train_on(2, config_for(tmp_path), leave_by_break) == [(4, 4), (4, 4)]
 
 
 def terminated(ctx: RankContext) -> tuple[int, bool, bool]:
-    """Send this process SIGTERM in step 3, on rank 1; say where it stopped, and whether the
+    """Send this process SIGTERM in step 3, on rank 1; return its last step, and whether the
     default action is back."""
     loader = ctx.loader(TensorDataset(torch.zeros(400)), global_batch_size=2)
     before = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -289,8 +284,7 @@ def terminated(ctx: RankContext) -> tuple[int, bool, bool]:
 
 
 def test_sigterm_of_one_rank_stops_all(tmp_path: Path) -> None:
-    """Preemption: the rank that got the signal asks the others to stop; outside of the loop it
-    dies as any process."""
+    """A rank that gets SIGTERM in the loop stops all ranks; outside of it the rank just dies."""
     first, second = train_on(2, config_for(tmp_path), terminated)
     assert first == second
     assert first[0] in (3, 4)
@@ -308,8 +302,8 @@ def draw(ctx: RankContext) -> dict[str, Any]:
 
 
 def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: Path) -> None:
-    """Models begin equal, dropout isn't; and the same seed gives the same numbers again, also in a
-    rank alone."""
+    """Models begin equal, dropout differs by rank, and the same seed gives the same numbers
+    again."""
     first, second = train_on(2, config_for(tmp_path), draw)
     assert first["before"] == second["before"]
     assert first["inside"] != second["inside"]
@@ -337,8 +331,7 @@ def on_rank_0_alone(ctx: RankContext, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["in a step", "between loops", "ctx.track"])
 def test_a_checkpoint_that_one_rank_asks_for_alone_is_an_error(tmp_path: Path, where: str) -> None:
-    """Not a hang: it can't be complete, and none is put together of two steps; the error says
-    that tracking belongs on every rank too."""
+    """A checkpoint that only one rank requests is an error and no hang, and isn't committed."""
     config = config_for(tmp_path, None)
     with pytest.raises(
         AssertionError, match=r"InvalidParamsError: rank 1 took no part in .*; call ctx.track"

@@ -1,4 +1,4 @@
-"""Real ranks that count steps: killed and resumed to the same bits, stopped, compared."""
+"""Real ranks that count steps are killed, resumed to the same bits, stopped and compared."""
 
 import functools
 import math
@@ -41,8 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 def test_a_killed_training_on_draws_ends_with_the_same_weights(
     tmp_path: Path, whole: Callable[[int], str], world_size: int, die_at: int, die_on: int
 ) -> None:
-    """SIGKILL of a rank within a step, then a resume: every bit is that of the uninterrupted run,
-    as are the values of ctx.state, and each step of each rank is on record once."""
+    """After a kill every bit and value is the undisturbed run's, and each step is recorded once."""
     saved = (die_at - 1) // 2 * 2
     death = {"die_at": die_at, "die_on": die_on, "die_after": saved}
     assert Died(-9) in train(world_size, tmp_path, **death)
@@ -58,7 +57,7 @@ def test_a_killed_training_on_draws_ends_with_the_same_weights(
 def test_a_killed_training_over_a_loader_of_others_ends_with_the_same_weights(
     tmp_path: Path,
 ) -> None:
-    """Each rank's loader continues at its own place, in a pass of its own length."""
+    """Each rank's loader continues at its own position, in a pass of its length."""
     whole = train_on(2, config_for(tmp_path / "whole"), train_on_theirs)
     death = {"die_at": 6, "die_on": 1, "die_after": 4}
     assert Died(-9) in train_on(2, config_for(tmp_path, options=death), train_on_theirs)
@@ -78,7 +77,7 @@ def refused_or_begun(ctx: RankContext) -> str:
 
 @pytest.mark.extended
 def test_places_in_a_loader_of_others_are_of_one_number_of_ranks(tmp_path: Path) -> None:
-    """On another one the resume is refused, with the way out, which makes the steps left."""
+    """Another number of ranks is refused, and the way out makes the remaining steps."""
     death = {"die_at": 6, "die_on": 1, "die_after": 4}
     assert Died(-9) in train_on(2, config_for(tmp_path, options=death), train_on_theirs)
     (refused,) = train_on(1, config_for(tmp_path), refused_or_begun)
@@ -90,7 +89,7 @@ def test_places_in_a_loader_of_others_are_of_one_number_of_ranks(tmp_path: Path)
 
 
 def begin_differently(ctx: RankContext) -> str:
-    """Count another number of steps on one rank; return what is said of that."""
+    """Count another number of steps on one rank; return the error."""
     try:
         list(ctx.steps(total=3 + ctx.rank))
     except InvalidParamsError as error:
@@ -99,7 +98,7 @@ def begin_differently(ctx: RankContext) -> str:
 
 
 def test_ranks_that_count_differently_are_refused(tmp_path: Path) -> None:
-    """Before a step is made, on at least one of them."""
+    """At least one rank raises before a step is made."""
     answers = train_on(2, config_for(tmp_path, None), begin_differently)
     assert any("ranks began ctx.steps differently: rank" in each for each in answers)
     assert any("has total=" in each for each in answers)
@@ -114,6 +113,6 @@ def stop_on_one(ctx: RankContext) -> int:
 
 
 def test_a_stop_that_one_rank_asks_for_comes_after_one_step(tmp_path: Path) -> None:
-    """The same for all, though nothing else connects their steps."""
+    """All ranks stop after the same step, though nothing else connects their steps."""
     (step,) = set(train_on(2, config_for(tmp_path, None), stop_on_one))
     assert step >= 4

@@ -1,4 +1,4 @@
-"""An order of the user's own on real ranks: the same bits on any number, and compared."""
+"""The user's own order on real ranks gives the same bits on any number, and is compared."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,7 @@ def train(world_size: int, folder: Path, *, elastic: bool = False, **options: An
 
 
 def test_a_killed_training_in_its_own_order_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """SIGKILL in the second epoch, with elastic determinism also on another number of ranks; the
-    ledger has each place of each epoch once."""
+    """After a kill in the second epoch the ledger has each position of each epoch once."""
     (whole,) = train(1, tmp_path / "whole", elastic=True)
     death = {"die_at": 13, "die_on": 1, "die_after": 12}
     assert Died(-9) in train(2, tmp_path, elastic=True, **death)
@@ -38,7 +37,7 @@ def test_a_killed_training_in_its_own_order_ends_with_the_same_weights(tmp_path:
 
 
 def begin_differently(ctx: RankContext) -> tuple[str, int]:
-    """Have another order in the second epoch on one rank; return what is said, and the steps."""
+    """Have another order in the second epoch on one rank; return the error and the steps."""
     dataset = TensorDataset(torch.arange(8))
 
     def order(epoch: int) -> list[int]:
@@ -53,7 +52,7 @@ def begin_differently(ctx: RankContext) -> tuple[str, int]:
 
 
 def test_ranks_with_different_orders_are_refused_at_the_epochs_begin(tmp_path: Path) -> None:
-    """At least on one of them, before it has loaded a sample of that epoch."""
+    """At least one rank raises before it has loaded a sample of that epoch."""
     answers = train_on(2, config_for(tmp_path, None), begin_differently)
     said = [(text, step) for text, step in answers if text]
     assert said

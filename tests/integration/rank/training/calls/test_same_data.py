@@ -1,4 +1,4 @@
-"""Ranks that begin a loop with different datasets or arguments, and those that don't."""
+"""Ranks with different datasets or arguments are refused when a loop begins, equal ones aren't."""
 
 import re
 from collections.abc import Callable
@@ -57,8 +57,7 @@ def begin_each(ctx: RankContext) -> dict[str, tuple[str, int]]:
 
 
 def test_different_datasets_are_refused_before_a_sample_is_loaded(tmp_path: Path) -> None:
-    """Of two ranks whose datasets or arguments differ one raises at the loop's begin; equal ones
-    train."""
+    """One of two ranks that differ raises when the loop begins, and equal ranks train."""
     answers = train_on(3, config_for(tmp_path, None), begin_each)
     for case, (_, text) in CASES.items():
         errors = [found[case][0] for found in answers]
