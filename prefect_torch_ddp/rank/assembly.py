@@ -1,12 +1,10 @@
 """The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
-import time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from prefect_torch_ddp.rank.programs.folder import CheckpointFolder
-    from prefect_torch_ddp.rank.programs.own_loop import Due, OwnLoop
+    from prefect_torch_ddp.rank.programs.program import Program
     from prefect_torch_ddp.rank.strategies.strategy import Strategy
     from prefect_torch_ddp.rank.training.saver import Saver
     from prefect_torch_ddp.rank.training.steps import StepLoop
@@ -67,7 +64,6 @@ class ContextParts:
         self.temporary: TemporaryDirectory[str] | None = None
         self._device = device
         self._closed = False
-        self._own_loop: OwnLoop | None = None
 
     @cached_property
     def device(self) -> "torch.device":
@@ -114,32 +110,17 @@ class ContextParts:
         return StepLoop(*here, self.reporter, self.tracker, self.gradients)
 
     @cached_property
-    def checkpoint_folder(self) -> "CheckpointFolder":
-        """The folder of a program that writes its own checkpoints."""
-        from prefect_torch_ddp.rank.programs.folder import CheckpointFolder  # noqa: PLC0415 - torch
+    def program(self) -> "Program":
+        """What a program with its own loop or checkpoints is given."""
+        from prefect_torch_ddp.rank.programs.program import Program  # noqa: PLC0415 - loads torch
 
-        return CheckpointFolder(self.tracker, self.saver, self.link.heartbeat)
+        here = (self.config, self.info, self.requests, self.replay.numbers, self.link)
+        return Program(*here, self.saver, self.tracker)
 
     @property
     def saves_folders(self) -> bool:
         """Whether the training writes its own checkpoints."""
-        return self._has("checkpoint_folder")
-
-    def due(self, step: object, ends_epoch: int | None) -> "Due":
-        """See `RankContext.due`."""
-        from prefect_torch_ddp.rank.programs.own_loop import (  # noqa: PLC0415 - loads torch
-            OwnLoop,
-            checked_step,
-        )
-
-        number = checked_step(step)
-        if self._own_loop is None:
-            here = (self.config, self.info, self.requests, self.progress, self.link)
-            self._own_loop = OwnLoop(*here, self.saver, number)
-        due = self._own_loop.due(number, ends_epoch=ends_epoch)
-        if due.save and self.saves_folders:
-            self.checkpoint_folder.due_since_s = time.monotonic()
-        return due
+        return self._has("program") and self.program.saves_folders
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """See `RankContext.close`; the error is what it failed with."""
@@ -155,12 +136,10 @@ class ContextParts:
                 self.tracker.close(failed=failed, error=error)
             if progress.stopped_by is not None and not failed:
                 last = self.saver.last
-                last_step = None if last is None else last.step
-                step = (
-                    self.replay.numbers.done[0] if self._own_loop is None else self._own_loop.step
-                )
-                stopped = Stopped(step, progress.stopped_by, last_step)
-                self.link.send(RankStopped(NO_RANK, stopped))
+                last_saved = None if last is None else last.step
+                own = self.program.step if self._has("program") else None
+                step = self.replay.numbers.done[0] if own is None else own
+                self.link.say_stopped(step, progress.stopped_by, last_saved)
         except BaseException:
             failed = True
             raise
@@ -196,8 +175,8 @@ class ContextParts:
     def _close_loops(self, *, failed: bool) -> None:
         if self._has("loop"):
             self.loop.close(failed=failed)
-        if self._own_loop is not None:
-            self._own_loop.close(failed=failed)
+        if self._has("program"):
+            self.program.close_loop(failed=failed)
 
     def _trouble(self) -> str:
         return self.saver.trouble() if self._has("saver") else ""
@@ -218,5 +197,5 @@ class ContextParts:
         finally:
             if self.temporary is not None:
                 self.temporary.cleanup()
-            if self.saves_folders:
-                self.checkpoint_folder.close()
+            if self._has("program"):
+                self.program.close()

@@ -492,12 +492,12 @@ class RankContext:
             InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints.
             CheckpointError: there are commits, and none is whole.
         """
-        return self._parts.checkpoint_folder.root
+        return self._parts.program.folder.root
 
     @property
     def committed(self) -> Path | None:
         """The folder in `checkpoint_folder` that the newest commit left; None: there is none."""
-        return self._parts.checkpoint_folder.committed
+        return self._parts.program.folder.committed
 
     def commit(
         self, folder: str | Path, *, step: int, files: Iterable[str | Path] | None = None
@@ -522,7 +522,7 @@ class RankContext:
             BadKeyError: a file's name can't be that of an object in a storage.
             CheckpointError: the one before can't be written and `checkpoint.on_failure` is "fail".
         """
-        self._parts.checkpoint_folder.commit(Path(folder), step, files)
+        self._parts.program.folder.commit(Path(folder), step, files)
 
     def due(self, step: int, *, ends_epoch: int | None = None) -> "Due":
         """Say what all ranks are to do at the end of a step of your own loop: save, stop, or both.
@@ -549,7 +549,7 @@ class RankContext:
             InvalidParamsError: the step isn't a later one than before.
             RuntimeError: there are several ranks and the process group isn't up.
         """
-        return self._parts.due(step, ends_epoch)
+        return self._parts.program.due(step, ends_epoch)
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, this or the next; a resume adds none.

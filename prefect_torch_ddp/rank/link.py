@@ -19,6 +19,9 @@ from prefect_torch_ddp.protocol.events import (
     RankEvent,
     RankFailure,
     RankReturned,
+    RankStopped,
+    Stopped,
+    StoppedBy,
     encode_event,
 )
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
@@ -45,6 +48,10 @@ class Link:
 
     def send(self, event: RankEvent) -> None:
         """Send an event; a Progress only if there is room: the next one says more."""
+
+    def say_stopped(self, step: int, stopped_by: StoppedBy, last_saved: int | None = None) -> None:
+        """Report that all ranks stop after a step, and which checkpoint is the newest."""
+        self.send(RankStopped(NO_RANK, Stopped(step, stopped_by, last_saved)))
 
     def stop_requested(self) -> bool:
         """Tell whether the training is to stop at the next step that all ranks agree on."""

@@ -1,27 +1,13 @@
 """`ctx.due`: what all ranks agree to do at the end of a step of a loop that isn't `ctx.steps`."""
 
-import logging
+import math
+from functools import partial
 from typing import NamedTuple
 
-from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, StoppedBy
-from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.training.agreement import (
-    NEVER,
-    POLL_S,
-    Agreement,
-    Outcome,
-    Want,
-    end_of,
-    outside_after,
-)
-from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Requests
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saver import Saver
-from prefect_torch_ddp.rank.training.steps import Termination
-
-logger = logging.getLogger(__name__)
+from prefect_torch_ddp.rank.training.step_end import StepEnd
 
 
 class Due(NamedTuple):
@@ -36,38 +22,22 @@ class Due(NamedTuple):
 class OwnLoop:
     """A loop of the user's own, whose steps all ranks make in the same order."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank that meet at a step's end
-        self,
-        config: RankConfig,
-        info: RankInfo,
-        requests: Requests,
-        progress: LoopProgress,
-        link: Link,
-        saver: Saver,
-        first_step: int,
+    def __init__(
+        self, end: StepEnd, saver: Saver, numbers: CheckpointNumbers, first_step: int
     ) -> None:
-        """Take part in the ranks' agreements from the end of this step on.
+        """Begin the loop, before the end of its first step on this rank.
 
-        Raises:
-            RuntimeError: there are several ranks and the process group isn't up.
+        Args:
+            end: the ranks' agreements, which begin after the step before the first one.
+            saver: knows when a checkpoint is due.
+            numbers: of the checkpoints.
+            first_step: the one that ends now.
         """
-        self._policy = config.checkpoint
-        self._requests, self._progress, self._link, self._saver = requests, progress, link, saver
-        self._termination = Termination()
-        before = outside_after(first_step - 1)
-        self._stops = Agreement(info.rank, info.world_size, before)
-        by_time = self._policy.every_s is not None
-        ahead_s = 2 * POLL_S
-        saves = Agreement(info.rank, info.world_size, before, ahead_s=ahead_s) if by_time else None
-        self._saves = saves
-        link.heartbeat.listen()
-        self._termination.install()
-        saver.begin_interval()
+        self._end, self._saver, self._numbers = end, saver, numbers
         self.step = first_step - 1
-        points = before, end_of(first_step), NEVER - 1
-        self._pending = self._stops.begin(*points, Want.NOTHING)
-        if self._saves is not None:
-            self._saves.begin(*points, Want.NOTHING)
+        end.enter()
+        saver.begin_interval()
+        self._stop = end.begin(self.step, math.inf)
 
     def due(self, step: int, *, ends_epoch: int | None) -> Due:
         """See `RankContext.due`."""
@@ -75,52 +45,19 @@ class OwnLoop:
             msg = f"ctx.due was given step {step} after step {self.step}: call it once a step"
             raise InvalidParamsError(msg)
         self.step = step
-        if self._progress.has_stopped:
+        end = self._end
+        if self._numbers.progress.has_stopped:
             return Due(save=False, stop=True)
-        here, then = end_of(step), end_of(step + 1)
-        stop = self._pending or self._stops.reach(here, then, self._stop_wanted())
+        stop = self._stop or end.stop(step)
         if stop is not None:
-            self._heed(stop)
+            end.heed(stop, step)
             return Due(save=self._saver.is_open, stop=True)
-        saves = self._requests.take_save()
-        policy = self._policy
-        saves |= policy.every_steps is not None and step % policy.every_steps == 0
-        if policy.every_epochs is not None and ends_epoch is not None:
-            saves |= ends_epoch % policy.every_epochs == 0
-        if self._saves is not None:
-            is_time = not saves and self._saver.is_time()
-            agreed = self._saves.reach(here, then, Want.SAVE if is_time else Want.NOTHING)
-            saves |= agreed is not None and agreed.point == here
-        return Due(save=saves and self._saver.is_open, stop=False)
+        moment = self._numbers.moment_after(step, ends_epoch)
+        reason = partial(self._saver.due, moment=moment)
+        asked = end.save(step, end.take_request(), partial(reason, by_clock=True))
+        return Due(save=reason(asked) is not None, stop=False)
 
     def close(self, *, failed: bool) -> None:
         """Let the others agree without this rank, unless it failed, which ends them all."""
-        self._termination.remove()
-        for agreement in (self._stops, self._saves):
-            if agreement is not None:
-                agreement.leave(outside_after(self.step))
-                agreement.close(failed=failed)
-
-    def _heed(self, stop: Outcome) -> None:
-        """Obey an agreement to stop; report one that the training itself didn't request."""
-        stopped_by = None if Want.STOP_EARLY in stop.want else self._stopped_by()
-        self._progress.stop(stopped_by or "training")
-        logger.info("all ranks stop after step %d", self.step)
-        if stopped_by is not None:
-            self._link.send(RankStopped(NO_RANK, Stopped(self.step, stopped_by)))
-
-    def _stopped_by(self) -> StoppedBy:
-        if self._link.stop_requested():
-            return "order"
-        return "SIGTERM" if self._termination.requested else "peer"
-
-    def _stop_wanted(self) -> Want:
-        want = Want.STOP_EARLY if self._requests.wants_stop else Want.NOTHING
-        if self._link.stop_requested() or self._termination.requested:
-            want |= Want.STOP
-        return want
-
-
-def checked_step(step: object) -> int:
-    """Return the number of a step that ended; InvalidParamsError: it is none, from 1."""
-    return whole_number("step", step, 1)
+        self._end.leave(self.step)
+        self._end.close(failed=failed)

@@ -28,6 +28,17 @@ class OwnProgress(NamedTuple):
     epoch: int
 
 
+class Moment(NamedTuple):
+    """Where a training is, at a step's end or outside of a step; equal on all ranks."""
+
+    step: int
+    """The last one that ended; 0: none has."""
+    ended_epoch: int | None
+    """The epoch that has just ended, from 1; None: none has."""
+    is_saved: bool
+    """Whether the newest checkpoint was made here."""
+
+
 @dataclass
 class CheckpointNumbers:
     """Which number the next checkpoint has, and which one was the newest.
@@ -61,6 +72,19 @@ class CheckpointNumbers:
     def is_saved(self) -> bool:
         """Whether the newest checkpoint has this number."""
         return self.newest == self.current
+
+    @property
+    def moment(self) -> Moment:
+        """Where the training is, for the decision whether a checkpoint is due."""
+        progress, position = self.progress, self.progress.position
+        # A call that only counts its steps is never at an epoch's end.
+        is_between = position.loop_epoch > 0 and position.batch == 0
+        epoch = position.epoch if is_between and progress.share is None else None
+        return Moment(progress.step, epoch, self.is_saved)
+
+    def moment_after(self, step: int, ended_epoch: int | None) -> Moment:
+        """Return the moment at the end of a step of a loop that isn't `ctx.steps`."""
+        return Moment(step, ended_epoch, self.newest == step)
 
     @property
     def is_at_end(self) -> bool:

@@ -16,6 +16,7 @@ from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
+from prefect_torch_ddp.rank.training.numbers import Moment
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due
@@ -112,25 +113,22 @@ class Saver:
         """Count the seconds until the next checkpoint from here."""
         self._clock.begin(time.monotonic())
 
-    def due(self, asked: Reason | None = None, *, by_clock: bool = False) -> Reason | None:
+    def due(
+        self, asked: Reason | None = None, *, by_clock: bool = False, moment: Moment | None = None
+    ) -> Reason | None:
         """Return why a checkpoint is due, or None.
 
         Args:
             asked: what the training or all ranks asked for.
             by_clock: also by rank 0's clock, which the other ranks don't know.
+            moment: where the training is; None: where `ctx.steps` is.
         """
         if self._checkpointer is None:
             return None
         decides, is_writing = by_clock and self._info.rank == 0, self._checkpointer.is_writing
         pace = self._clock.pace(is_writing=is_writing) if decides else None
-        return due(self._config.checkpoint, self._numbers, time.monotonic(), asked, pace)
-
-    def is_time(self) -> bool:
-        """Tell, on rank 0, whether a checkpoint is due by time."""
-        if self._checkpointer is None or self._info.rank != 0:
-            return False
-        pace = self._clock.pace(is_writing=self._checkpointer.is_writing)
-        return pace is not None and time.monotonic() - pace.since_s >= pace.every_s
+        moment = moment or self._numbers.moment
+        return due(self._config.checkpoint, moment, time.monotonic(), asked, pace)
 
     def raise_failure(self) -> None:
         """Raise what an earlier save failed with, if that ends the training."""

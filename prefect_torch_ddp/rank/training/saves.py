@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from prefect_torch_ddp.checkpoint.checkpointer import SaveCost
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+from prefect_torch_ddp.rank.training.numbers import Moment
 
 MIN_INTERVAL_S = 2.0
 MAX_INTERVAL_S = 60.0
@@ -47,32 +47,28 @@ class Pace(NamedTuple):
 
 def due(
     policy: CheckpointParams,
-    numbers: CheckpointNumbers,
+    moment: Moment,
     now_s: float,
     asked: Reason | None = None,
     pace: Pace | None = None,
 ) -> Reason | None:
-    """Return why a checkpoint is due at this point of the training; None: none is.
+    """Return why a checkpoint is due at this moment of the training; None: none is.
 
     Args:
         policy: equal on all ranks.
-        numbers: of the checkpoints, and where the training is; equal on all ranks.
+        moment: where the training is.
         now_s: the monotonic clock's time.
         asked: what all ranks agreed on, or the training's own request on every rank.
         pace: None: this rank's clock doesn't decide.
     """
-    if numbers.is_saved:
+    if moment.is_saved:
         return None
     if asked is not None:
         return asked
-    progress = numbers.progress
-    step, position = progress.step, progress.position
+    step, epoch = moment.step, moment.ended_epoch
     if policy.every_steps is not None and step > 0 and step % policy.every_steps == 0:
         return Reason.STEPS
-    # A call that only counts its steps is never at an epoch's end.
-    is_between = position.loop_epoch > 0 and position.batch == 0
-    has_ended_epoch = is_between and progress.share is None
-    if policy.every_epochs and has_ended_epoch and position.epoch % policy.every_epochs == 0:
+    if policy.every_epochs and epoch is not None and epoch % policy.every_epochs == 0:
         return Reason.EPOCHS
     if pace is not None and now_s - pace.since_s >= pace.every_s:
         return Reason.TIME

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_due_as_the_table_says(case: Case) -> None:
     pace = None if case.age_s is None else Pace(100.0, case.every_s)
     now_s = 100.0 + (case.age_s or 0)
     policy = CheckpointParams(**{"every_s": None, **case.policy})
-    assert due(policy, numbers, now_s, case.asked, pace) is case.is_due
+    assert due(policy, numbers.moment, now_s, case.asked, pace) is case.is_due
 
 
 def cost(spent_s: float, written_s: float = 0.05) -> SaveCost:

@@ -1,0 +1,72 @@
+"""A program that has its own loop, its own checkpoints, or both: what `RankContext` gives it."""
+
+import time
+from functools import cached_property
+
+from prefect_torch_ddp.data.sampler import whole_number
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
+from prefect_torch_ddp.rank.link import Link
+from prefect_torch_ddp.rank.programs.folder import CheckpointFolder
+from prefect_torch_ddp.rank.programs.own_loop import Due, OwnLoop
+from prefect_torch_ddp.rank.training.loop_progress import Requests
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+from prefect_torch_ddp.rank.training.saver import Saver
+from prefect_torch_ddp.rank.training.step_end import StepEnd
+from prefect_torch_ddp.rank.training.tracker import Tracker
+
+
+class Program:
+    """The folder and the loop of a program, each made when it is first asked for."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank that meet in a program
+        self,
+        config: RankConfig,
+        info: RankInfo,
+        requests: Requests,
+        numbers: CheckpointNumbers,
+        link: Link,
+        saver: Saver,
+        tracker: Tracker,
+    ) -> None:
+        """Make neither yet."""
+        self._config, self._info, self._link = config, info, link
+        self._requests, self._numbers = requests, numbers
+        self._saver, self._tracker = saver, tracker
+        self._loop: OwnLoop | None = None
+
+    @cached_property
+    def folder(self) -> CheckpointFolder:
+        """The folder of its checkpoints."""
+        return CheckpointFolder(self._tracker, self._saver, self._link.heartbeat)
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether it writes its own checkpoints."""
+        return "folder" in vars(self)
+
+    @property
+    def step(self) -> int | None:
+        """The last step that `due` was told of; None: it wasn't called."""
+        return None if self._loop is None else self._loop.step
+
+    def due(self, step: object, ends_epoch: int | None) -> Due:
+        """See `RankContext.due`."""
+        number = whole_number("step", step, 1)
+        if self._loop is None:
+            here = self._config, self._info, self._requests, self._numbers.progress, self._link
+            end = StepEnd(*here, number - 1)
+            self._loop = OwnLoop(end, self._saver, self._numbers, number)
+        due = self._loop.due(number, ends_epoch=ends_epoch)
+        if due.save and self.saves_folders:
+            self.folder.due_since_s = time.monotonic()
+        return due
+
+    def close_loop(self, *, failed: bool) -> None:
+        """Take no further part in the ranks' agreements."""
+        if self._loop is not None:
+            self._loop.close(failed=failed)
+
+    def close(self) -> None:
+        """Remove the local folder."""
+        if self.saves_folders:
+            self.folder.close()

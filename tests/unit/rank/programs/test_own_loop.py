@@ -1,0 +1,85 @@
+"""`ctx.due` in a loop of the user's own: the same decisions as in `ctx.steps`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
+
+EPOCH = 3
+"""Steps in an epoch."""
+
+
+def due_steps(storage: Path, num_steps: int, **policy: Any) -> list[int]:
+    """Return the steps at which a checkpoint is due, each of which is committed."""
+    chosen = CheckpointParams(**{"every_s": None, **policy})
+    steps = []
+    with RankContext.local(storage=storage, checkpoint=chosen) as ctx:
+        folder = ctx.checkpoint_folder / "folder"
+        folder.mkdir()
+        (folder / "a").write_text("a")
+        for step in range(1, num_steps + 1):
+            if step == 4:
+                ctx.checkpoint(force=True)
+            due = ctx.due(step, ends_epoch=None if step % EPOCH else step // EPOCH)
+            assert not due.stop
+            if due.save:
+                ctx.commit(folder, step=step)
+                steps.append(step)
+    return steps
+
+
+CASES = {
+    "asked for": ({}, [4]),
+    "every third step": ({"every_steps": 3}, [3, 4, 6, 9]),
+    "each epoch": ({"every_epochs": 1}, [3, 4, 6, 9]),
+    "every second epoch": ({"every_epochs": 2}, [4, 6]),
+    "by time": ({"every_s": 1e-9}, list(range(1, 10))),
+}
+
+
+@pytest.mark.parametrize(("policy", "expected"), CASES.values(), ids=CASES)
+def test_a_checkpoint_is_due_as_in_steps(
+    tmp_path: Path, policy: dict[str, Any], expected: list[int]
+) -> None:
+    """By steps, epochs, time and when the training asks for it."""
+    assert due_steps(tmp_path, 9, **policy) == expected
+
+
+def test_a_step_that_is_committed_is_not_due(tmp_path: Path) -> None:
+    """A second commit of it would be refused."""
+    policy = CheckpointParams(every_s=None, every_steps=1)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        folder = ctx.checkpoint_folder / "folder"
+        folder.mkdir()
+        (folder / "a").write_text("a")
+        ctx.commit(folder, step=1)
+        assert not ctx.due(1).save
+        assert ctx.due(2).save
+
+
+def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
+    """There is nothing to save, but the loop can be stopped."""
+    with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_steps=1)) as ctx:
+        assert tuple(ctx.due(1)) == (False, False)
+        ctx.request_stop("enough")
+        assert tuple(ctx.due(2)) == (False, True)
+
+
+def test_a_stop_comes_with_a_checkpoint(tmp_path: Path) -> None:
+    """Also one that was requested before the first step; after it nothing is saved."""
+    policy = CheckpointParams(every_s=None)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        _ = ctx.checkpoint_folder
+        ctx.request_stop("enough")
+        assert tuple(ctx.due(1)) == (True, True)
+        assert tuple(ctx.due(2)) == (False, True)
+
+
+def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
+    """An earlier one, or the same again, is refused."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.due(3)
+        with pytest.raises(InvalidParamsError, match="given step 3 after step 3: call it once"):
+            ctx.due(3)
