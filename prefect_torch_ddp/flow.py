@@ -1,15 +1,14 @@
 """The flow train-ddp, level 3: from parameters to a published, evaluated model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
 from prefect import Task, flow
-from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
@@ -19,6 +18,7 @@ from prefect_torch_ddp.errors import TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
+from prefect_torch_ddp.server import flow_server
 from prefect_torch_ddp.tasks.cluster import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
@@ -136,13 +136,7 @@ def _served(params: TrainParams) -> Iterator[None]:
     """Have all tasks use the flow run's server, and end should the flow's process be killed."""
     # On another's cluster in good order.
     grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
-    # Without a configured server each Dask worker would start one of its own.
-    api_url = str(get_client(sync_client=True).api_url).rstrip("/")
-    is_configured = (PREFECT_API_URL.value() or "").rstrip("/") == api_url
-    # An embedded server has no UI, which Prefect would make links to.
-    embedded = {PREFECT_API_URL: api_url, PREFECT_UI_URL: ""}
-    settings = nullcontext() if is_configured else temporary_settings(embedded)
-    with closed_if_killed(UUID(flow_run.id), grace_s), settings:
+    with closed_if_killed(UUID(flow_run.id), grace_s), flow_server():
         yield
 
 

@@ -11,6 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -47,6 +49,27 @@ def find_or_start_server() -> str:
     if not is_prefect(LOCAL_API):
         _start_server(Path(home))
     return LOCAL_API
+
+
+@contextmanager
+def flow_server() -> Iterator[None]:
+    """Have the tasks that a flow submits in the context use its server, also a temporary one.
+
+    Without a configured server each Dask worker would start one, all of them on one database.
+    """
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see find_or_start_server
+    from prefect.settings import (  # noqa: PLC0415
+        PREFECT_API_URL,
+        PREFECT_UI_URL,
+        temporary_settings,
+    )
+
+    api_url = str(get_client(sync_client=True).api_url).rstrip("/")
+    is_configured = (PREFECT_API_URL.value() or "").rstrip("/") == api_url
+    # A temporary server has no UI, which Prefect would make links to.
+    temporary = {PREFECT_API_URL: api_url, PREFECT_UI_URL: ""}
+    with nullcontext() if is_configured else temporary_settings(temporary):
+        yield
 
 
 def server_environment() -> dict[str, str]:
@@ -129,7 +152,8 @@ def _prefect_settings() -> tuple[str | None, str]:
         "import json, prefect.settings as s;"
         "print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
     )
-    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
+    told = subprocess.check_output([sys.executable, "-c", code], text=True)  # noqa: S603
+    url, home = json.loads(told)
     return url, home
 
 

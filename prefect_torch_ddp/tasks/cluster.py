@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 import distributed
-import psutil
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 from prefect import Task
@@ -32,7 +31,7 @@ from prefect_torch_ddp.errors import (
     TaskCancelled,
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
-from prefect_torch_ddp.gang.caller.workers import until_gone
+from prefect_torch_ddp.gang.caller.workers import until_gone, workers_away
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
@@ -132,11 +131,9 @@ def _open_client() -> distributed.Client | None:
 def _is_here(client: distributed.Client, storage: Storage) -> bool:
     """Tell whether all workers are on this machine; refuse others that don't see its folder."""
     # Workers that come later, or don't answer, are found out by the first checkpoint.
-    here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    workers = client.scheduler_info(n_workers=-1)["workers"]
-    away = {worker["host"]: at for at, worker in workers.items() if worker["host"] not in here}
+    away = workers_away(client)
     if not away or storage.is_shared_by_hosts:
-        return bool(workers) and not away
+        return away == {}
     key = f"probes/{uuid4().hex}"
     storage.write(key, b"")
     asked: dict[str, Any] = {"workers": [*away.values()], "on_error": "return"}

@@ -6,7 +6,7 @@ thread which the ranks of another training may need.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, Self, TypeVar
 from uuid import uuid4
 
@@ -15,6 +15,7 @@ from prefect import Task
 from prefect.client.schemas.objects import RunInput
 from prefect.context import FlowRunContext, serialize_context
 from prefect.futures import PrefectFuture
+from prefect.settings import PREFECT_API_URL
 from prefect.task_engine import run_task_sync
 from prefect.task_runners import TaskRunner
 from prefect.utilities.collections import visit_collection
@@ -22,7 +23,9 @@ from prefect.utilities.engine import collect_task_run_inputs_sync
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
+from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
+from prefect_torch_ddp.server import flow_server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,7 +41,10 @@ def off_thread() -> Iterator[None]:
     if context is None or not isinstance(context.task_runner, DaskTaskRunner):
         yield
         return
+    # On other hosts a temporary server, which only listens on this one, can't be reached.
+    shares = not PREFECT_API_URL.value() and workers_away(context.task_runner.client) == {}
     with (
+        flow_server() if shares else nullcontext(),
         OffThreadRunner(context.task_runner) as runner,
         context.model_copy(update={"task_runner": runner}),
     ):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+import psutil
 from distributed import Client
 
 from prefect_torch_ddp.errors import (
@@ -38,6 +39,14 @@ MAX_NAMED = 4
 SHOW_EVERY_S = 1.0
 FIRST_LINE_S = 2.5
 """When a waiting gang says so in the log; the next lines come after 5, 10, 20, 40, ... seconds."""
+
+
+def workers_away(client: Client) -> dict[str, str] | None:
+    """Return an address for each other host that has workers; None: there are no workers."""
+    here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    away = {worker["host"]: at for at, worker in workers.items() if worker["host"] not in here}
+    return away if workers else None
 
 
 class WaitingSign:

@@ -36,8 +36,8 @@ REFRESHES_PER_S = 4.0
 TEXT_COLUMNS = 92
 """What all but the bar takes; the bar gets what is left of the terminal's width, 8 to 30."""
 MIN_PARTS = 3
-"""Of `attempt 2 · epoch 3 · step 120 · loss 0.31 · 812 samples/s · 4 min left` the first ones and
-the last one stay in a narrow terminal."""
+"""Of `attempt 2 · epoch 3 · step 120 · loss 0.31 · 812 samples/s · 4 min left` the first ones
+and the last one stay in a narrow terminal."""
 ERASE_LINE = "\r\x1b[2K"
 
 _one_at_a_time = threading.Lock()

@@ -1,0 +1,55 @@
+"""Without a configured Prefect server the Dask workers of a flow use its temporary one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]
+
+SCRIPT = """
+import os
+import psutil
+from prefect import flow, get_client
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import RankContext, ddp_task
+
+@ddp_task(world_size=1)
+def fit(ctx: RankContext, seed: int) -> int:
+    return os.getpid()
+
+@flow(task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1}))
+def both():
+    first, *others = fit.map([1, 2]), fit.submit(3)
+    ranks = {each.result() for each in [*first, *others]}
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs()
+    commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    servers = sum("prefect.server.api.server:create_app" in each for each in commands)
+    return len(ranks), servers, sorted(str(run.state_type.value) for run in runs)
+
+if __name__ == "__main__":
+    print(both())
+"""
+
+
+def test_level_2_starts_one_server(tmp_path: Path) -> None:
+    """A worker's own would have its task runs on record, and lock the database."""
+    script = tmp_path / "two_tasks.py"
+    script.write_text(SCRIPT)
+    own = ("PREFECT_API_URL", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment |= {"PREFECT_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    environment |= {"PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=200,
+    )
+    told = done.stdout.splitlines()[-1:]
+    assert told == ["(3, 1, ['COMPLETED', 'COMPLETED', 'COMPLETED'])"], done.stdout + done.stderr
