@@ -34,7 +34,7 @@ WITH_AUXILIARY_HEADS = {"googlenet", "inception_v3"}
 
 
 class Options(LandUseTraining, LandUseData):
-    """All options of a run. The run's source is the folder of the classes' folders, local or s3://."""
+    """All options of a run. Its source is the folder of the classes' folders, local or s3://."""
 
 
 def prepare(ctx: RankContext) -> None:

@@ -14,51 +14,41 @@ if TYPE_CHECKING:
     from prefect_dask import DaskTaskRunner
 
 
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file; with -m a module.")]
+Args = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="The script's arguments.")
+]
+Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")]
+RANKS = "Number of ranks: nnodes x nproc-per-node."
+WorldSize = Annotated[
+    int | None, typer.Option("-n", "--world-size", min=1, metavar="N", help=RANKS)
+]
+PER_NODE = "--nproc-per-node", "--nproc_per_node"
+PerNode = Annotated[
+    int | None, typer.Option(*PER_NODE, min=1, metavar="N", help="Ranks on each Dask worker.")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of Dask workers.")]
+RESTARTS = "--max-restarts", "--max_restarts"
+Restarts = Annotated[int, typer.Option(*RESTARTS, min=0, metavar="N", help="Immediate restarts.")]
+Retries = Annotated[int, typer.Option(min=0, metavar="N", help="Prefect's retries.")]
+RESUMES = "Added from the second attempt on: --resume-arg=--resume"
+ResumeArgs = Annotated[list[str] | None, typer.Option(metavar="ARG", help=RESUMES)]
+SCHEDULER = "A running Dask scheduler; default: a local cluster."
+Address = Annotated[str | None, typer.Option(metavar="URL", help=SCHEDULER)]
+
+
 def run_script(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file; with -m a module.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="The script's arguments.")
-    ] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--world-size",
-            min=1,
-            metavar="N",
-            help="Number of ranks: nnodes x nproc-per-node.",
-        ),
-    ] = None,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            "--nproc_per_node",
-            min=1,
-            metavar="N",
-            help="Ranks on each Dask worker.",
-        ),
-    ] = None,
-    nnodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of Dask workers.")
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", "--max_restarts", min=0, metavar="N", help="Immediate restarts."
-        ),
-    ] = 0,
-    retries: Annotated[int, typer.Option(min=0, metavar="N", help="Prefect's retries.")] = 0,
-    resume_arg: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ARG", help="Added from the second attempt on: --resume-arg=--resume"),
-    ] = None,
+    script: Script,
+    args: Args = None,
+    module: Module = False,
+    world_size: WorldSize = None,
+    nproc_per_node: PerNode = None,
+    nnodes: Nodes = None,
+    max_restarts: Restarts = 0,
+    retries: Retries = 0,
+    resume_arg: ResumeArgs = None,
     storage: StorageOption = STORAGE,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="A running Dask scheduler; default: a local cluster."),
-    ] = None,
+    address: Address = None,
 ) -> None:
     """Run a script written for torchrun.
 

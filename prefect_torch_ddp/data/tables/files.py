@@ -31,6 +31,8 @@ GAP_BYTES = 64 * 2**10
 SMALL_BYTES = 2**20
 """Row groups that are smaller together are read whole, without a look at each column."""
 ROWS_AT_ONCE = 32_768
+MAX_NAMES = 20
+"""Of columns, in an error."""
 MIN_BYTES = 12
 """The words at both ends of a file, and the length of its footer."""
 _END, _LENGTH_BYTES = b"PAR1", 8
@@ -124,7 +126,8 @@ class TableFile:
         found = schema.get_all_field_indices(name)
         if len(found) != 1:
             what = f"{len(found)} columns" if found else "no column"
-            names = ", ".join(schema.names[:20]) + (", ..." if len(schema.names) > 20 else "")  # noqa: PLR2004
+            names = ", ".join(schema.names[:MAX_NAMES])
+            names += ", ..." if len(schema.names) > MAX_NAMES else ""
             msg = f"{self.uri} has {what} of the name {name!r}; there are {names}"
             raise InvalidParamsError(msg)
         return schema.field(found[0]).type

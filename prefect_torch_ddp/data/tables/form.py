@@ -64,7 +64,8 @@ class Form:
 
     def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Batch:
         """Return a batch of the rows' tensors, one for each block; several parts are joined."""
-        whole = list(parts[0]) if len(parts) == 1 else [torch.cat(each) for each in zip(*parts)]  # noqa: B905
+        joins = len(parts) > 1
+        whole = [torch.cat(each) if joins else each[0] for each in zip(*parts, strict=True)]
         if self.has_features:
             if len(whole) == 1:
                 return whole[0]

@@ -76,7 +76,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         StorageError: a file can't be read, or isn't Parquet.
     """
     _require_pyarrow()
-    from prefect_torch_ddp.data.tables import choices, dataset, files, pieces  # noqa: PLC0415 - pyarrow
+    # They load pyarrow.
+    from prefect_torch_ddp.data.tables import choices, dataset, files, pieces  # noqa: PLC0415
 
     found = files.with_footers(
         files.find_files(
