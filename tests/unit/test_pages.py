@@ -46,7 +46,7 @@ DEFINED = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 
 
 def test_each_named_test_exists() -> None:
-    """A test that is renamed or removed takes its row along."""
+    """No page names a test that was renamed or removed."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
     tests = {name for source in sources for name in DEFINED.findall(source)}
     missing = set(re.findall(r"`(test_\w+)`", FAULTS + SECURITY)) - tests
@@ -54,7 +54,7 @@ def test_each_named_test_exists() -> None:
 
 
 def test_each_row_names_a_test_or_says_that_there_is_none() -> None:
-    """No row promises something that nothing shows, and there are rows."""
+    """Every row of the table of faults names a test or says that there is none."""
     rows = [row for row in FAULTS.splitlines() if row.startswith("| ") and "| what " not in row]
     assert len(rows) > 30
     for row in rows:

@@ -1,4 +1,4 @@
-"""The public names: each opens, all that is meant to be public is, and nothing else."""
+"""Each public name opens, and exactly the intended names are public."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ DOORS = ("prefect_torch_ddp", "prefect_torch_ddp.data")
 
 
 def test_every_public_name_opens_and_nothing_is_public_by_accident() -> None:
-    """A public name opens on the thing of that name; beside them there are submodules alone."""
+    """Each name gives the object of that name, and otherwise only submodules are visible."""
     for name in PUBLIC:
         opened = getattr(prefect_torch_ddp, name)
         assert getattr(opened, "__name__", name) in {name, "train_flow"}
@@ -42,8 +42,7 @@ EXAMPLES = [*ROOT.glob("flows/*.py"), *ROOT.glob("prefect_torch_ddp/examples/*.p
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *EXAMPLES], ids=lambda page: page.name)
 def test_examples_import_public_names_alone(page: Path) -> None:
-    """README and examples import from the package itself, or from its topic `data`; what the
-    digits, an example themselves, take is in the file beside them."""
+    """README and examples import only from the package itself, or from its topic `data`."""
     source = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
     for block in blocks if page.suffix == ".md" else [source]:

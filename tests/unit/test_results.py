@@ -20,7 +20,7 @@ continue    TrainParams(..., resume_from="{RUN}") or: prefect-torch-ddp resume {
 
 
 def test_a_report_prints_in_some_ten_lines() -> None:
-    """Score, steps, time, model, where it is in Prefect, how to continue."""
+    """The text has score, steps, time, model, the place in Prefect, and how to continue."""
     training = {**TRAINING, "failures": (FAILED,), "model_uris": MODEL}
     assert str(report(training=training, flow_run_url=URL, report_uri=HTML)) == PRINTED
 

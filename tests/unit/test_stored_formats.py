@@ -55,7 +55,7 @@ def stored_files() -> Iterator[Path]:
 
 
 def one_more_epoch(storage: DirectoryStorage) -> int | None:
-    """Continue the run in the next attempt, keeping one checkpoint; return where it resumed."""
+    """Continue the run in the next attempt, keeping one checkpoint; return the resumed step."""
     policy = CheckpointParams(every_steps=2, every_s=None, keep_last=1)
     with RankContext.local(
         storage.root / DATASET / "files",

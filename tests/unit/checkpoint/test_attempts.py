@@ -82,8 +82,8 @@ def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
     records: list[tuple[int, tuple[int, int]]],
     expected: list[tuple[int, int]],
 ) -> None:
-    """By step; and of the step itself what an attempt committed after the one it resumed from.
-    Nothing, where it is written after a newer attempt resumed from what it would supersede."""
+    """A resume record supersedes later checkpoints of older attempts, unless the record
+    comes too late."""
     put(storage, (2, 1), (3, 1), (3, 2), (4, 2), (4, 3))
     for attempt, at in records:
         record_resume(storage, "run", attempt, CheckpointId(*at))
@@ -121,8 +121,7 @@ def test_a_damaged_resume_record_is_left_out(
 
 
 def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStorage) -> None:
-    """In lists, for a person who names the step, and for a resume, which takes the older one
-    where the newer is damaged."""
+    """Lists and resumes take the newest attempt's checkpoint, or the older one if it is damaged."""
     put(storage, (3, 1), (4, 1), (4, 2))
     record_resume(storage, "run", 2, CheckpointId(4, 1))
     listed = [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "run")]
@@ -135,7 +134,7 @@ def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStora
 
 
 def test_a_superseded_checkpoint_is_not_found_by_its_step(storage: DirectoryStorage) -> None:
-    """The error says why; where it is damaged, that is no fault of the run's."""
+    """The error says why, also if the superseded checkpoint is damaged."""
     put(storage, (3, 1))
     record_resume(storage, "run", 2, CheckpointId(2, 1))
     says = r"no checkpoint of step 3 in .* that counts: attempt 1 made one"

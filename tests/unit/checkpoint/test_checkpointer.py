@@ -97,8 +97,7 @@ def test_a_checkpoint_has_the_mean_of_a_metric(
 def test_a_storage_that_the_hosts_do_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each host has a folder of its own under the same path: rank 0 commits nothing, and the
-    training ends by an error that says who wrote elsewhere."""
+    """Rank 0 commits nothing, and the error names the hosts with separate folders."""
     monkeypatch.setattr(rank_store, "LOOK_S", 0.0)
     storages = [DirectoryStorage(tmp_path / name) for name in ("a", "b")]
     ranks = ranks_of(storages)

@@ -39,8 +39,7 @@ def checkpoint(storage: Storage, attempt: int) -> Manifest:
 
 
 def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
-    """In the attempt's folder, the card with all that a reader of the weights may ask for; what
-    JSON has no word for becomes text: after a whole training nothing may fail for that."""
+    """The card in the attempt's folder is plain JSON, with text for values that JSON lacks."""
     storage = DirectoryStorage(tmp_path)
     attempt = claim_attempt(storage, "run")
     about = {**ABOUT, "options": {"max_norm": math.inf, 3: [math.nan, (1, Path("x"))]}}

@@ -55,7 +55,7 @@ def test_the_newest_and_the_best_stay() -> None:
 
 
 def test_manifests_read_back(tmp_path: Path) -> None:
-    """As they were written, nan included, as valid JSON; results say where they are."""
+    """Manifests are valid JSON, nan included, and are read back as they were written."""
     storage = DirectoryStorage(tmp_path)
     written = [manifest(100, accuracy=0.75, loss=math.nan), manifest(9, accuracy=0.8)]
     for item in written:
@@ -87,8 +87,8 @@ def test_manifests_read_back(tmp_path: Path) -> None:
 def test_no_flipped_bit_of_a_manifest_goes_unnoticed(
     data: bytes, read: Callable[[bytes], object]
 ) -> None:
-    """Nor of a resume record. Each bit of each byte: it is damaged, or it says the very same; of
-    a few bits of the format it may be said that a later version wrote them."""
+    """A flipped bit of a manifest or resume record damages it, changes its format or changes
+    nothing."""
     whole, same = read(data), 0
     for bit in range(8 * len(data)):
         flipped = bytearray(data)

@@ -161,8 +161,8 @@ def test_nothing_is_deleted_that_a_manifest_names_which_is_not_understood(
     spoil: Callable[[Storage, str], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nor what lies beside it, such as objects that it doesn't name. Everything else that is
-    superfluous goes."""
+    """Retention keeps everything next to such a manifest, and deletes the other superfluous
+    ones."""
     claim_attempt(storage, "run")
     for step in (1, 2, 3, 4):
         committed(storage, 1, step)

@@ -93,8 +93,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_a_new_run_begins_from_another(tmp_path: Path, is_elsewhere: bool) -> None:
-    """Until it has a checkpoint of its own; in another storage also where both have the same id.
-    The first step is the one behind, and the other run stays as it was."""
+    """A new run resumes from another one's checkpoint until it has its own."""
     old = tmp_path / "old"
     count_to(old, 3)
     new, run_id = (tmp_path / "new", "local") if is_elsewhere else (old, "next")
@@ -138,7 +137,7 @@ def test_only_the_weights_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
-    """Where it is damaged, no other one is taken; where it isn't there, a look says so."""
+    """No other step is taken if the given one is damaged or doesn't exist."""
     count_to(tmp_path, 3)
     (tmp_path / "runs/local/checkpoints/step-00000002/000001/counter.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"step-00000002/000001/counter.pt is damaged"):

@@ -49,7 +49,7 @@ def test_a_failed_run_says_its_cause_first() -> None:
 
 
 def test_a_task_is_not_continued_from_here() -> None:
-    """Its record doesn't have all that it takes."""
+    """The record of a task doesn't have everything that a new call needs."""
     shown = dict(facts(RECORD.model_copy(update={"dataset": None}), "", "x"))
     assert shown["continue"] == ""
 

@@ -22,7 +22,7 @@ from prefect_torch_ddp.cli.script import placed
 def test_the_world_size_is_ranks_of_a_node_times_nodes(
     world_size: int | None, per_node: int | None, nodes: int | None, ranks: int, each: int
 ) -> None:
-    """As torchrun has it, where a node is a Dask worker; or it is given."""
+    """A node is a Dask worker, as in torchrun's flags, unless the world size is given."""
     assert placed(world_size, per_node, nodes) == (ranks, each)
 
 

@@ -1,5 +1,4 @@
-"""Datasets in a storage: whole or absent, moved and not copied where they lie, verified where
-they are copied."""
+"""Datasets in a storage are complete or absent, and verified when they are copied."""
 
 import json
 import time
@@ -210,7 +209,7 @@ def test_what_was_half_uploaded_is_removed(far: Storage, monkeypatch: pytest.Mon
 def test_a_slower_publisher_leaves_the_first_ones_dataset(
     far: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its own prepare wrote, and also where the first one removed what it uploads."""
+    """The first publication stays, whatever the slower `prepare` wrote."""
     whole = FarStorage.write_if_absent
 
     def write_if_absent(self: FarStorage, key: str, data: bytes) -> bool:
@@ -239,7 +238,7 @@ def test_a_slower_publisher_leaves_the_first_ones_dataset(
 def test_what_cannot_be_stored_everywhere_is_refused(
     storage: Storage, write: Callable[[Path], object], words: str
 ) -> None:
-    """Before anything is written. What a link points to may change behind the digest."""
+    """Links are refused before anything is written, since their targets may change later."""
     with pytest.raises((StorageError, BadKeyError), match=words):
         publish_dataset(storage, "d", write)
     assert list(storage.list()) == []
@@ -275,7 +274,7 @@ def test_a_damaged_file_is_named(storage: Storage, cache: Path) -> None:
     "left", ["nothing", "another size", "a folder", "a loop", "a file above it"]
 )
 def test_a_file_that_is_no_more_what_it_was(tmp_path: Path, left: str) -> None:
-    """Where the dataset is read in place."""
+    """A changed file of a dataset that is read in place is named."""
     storage = storage_of("directory", tmp_path)
     publish(storage, FILES)
     path = local_dataset(storage, "d") / "train/dog/2.png"

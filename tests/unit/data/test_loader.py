@@ -55,7 +55,7 @@ class Noise(Numbers):
 
 
 class Stream(IterableDataset[int]):
-    """Has no length, no order of its own, and no shards."""
+    """Has no length, no order and no shards."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -190,8 +190,7 @@ def test_iterating_leaves_the_global_generators_alone() -> None:
 
 
 def test_a_default_device_of_the_user_does_not_matter() -> None:
-    """torch.set_default_device("cuda") breaks a plain DataLoader with a generator; "meta"
-    stands for it without a GPU."""
+    """The loader works under `torch.set_default_device`, with "meta" in place of a GPU."""
     with torch.device("meta"):
         loader = loader_of(Numbers(5), 5, collate_fn=list)
         assert [sorted(data) for data in loader] == [[0, 1, 2, 3, 4]]
@@ -302,7 +301,7 @@ def test_what_a_sample_draws_follows_from_the_sample_alone(dataset: Any, by_samp
 
 
 class Doubled(TensorDataset):
-    """Has samples of its own."""
+    """Has separate samples."""
 
     def __getitem__(self, index: int) -> Any:
         return tuple(2 * tensor for tensor in super().__getitem__(index))

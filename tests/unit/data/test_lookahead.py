@@ -21,7 +21,7 @@ from tests.unit.data.test_loader import loader_of
 
 
 class Told(Dataset):
-    """A dataset whose samples are what it was told: its process, the batch, and the batches
+    """A dataset whose samples are what it received: its process, the batch, and the batches
     that follow."""
 
     may_skip = False
@@ -47,7 +47,7 @@ def as_it_is(batch):
 
 
 def check(seen, num_workers, num_batches):
-    """Each process was told its next batch, and no other; the last ones nothing."""
+    """Each process got its next batch, and no other; the last ones got nothing."""
     assert len(seen) == num_batches
     for worker in range(max(num_workers, 1)):
         own = [entry for entry in seen if entry[0] == worker]
@@ -63,7 +63,7 @@ def test_a_process_is_told_its_next_batch():
 
 
 def check_stock_loader(num_workers, **options):
-    """Read two epochs; each process is told its next batch."""
+    """Read two epochs; each process gets its next batch."""
     dataset = Told(43)
     sampler = LookAhead(BatchSampler(RandomSampler(dataset), 4, drop_last=False), num_workers)
     options |= {"num_workers": num_workers, "collate_fn": as_it_is}
@@ -89,7 +89,7 @@ def test_a_look_ahead_has_what_its_batch_sampler_has():
 
 
 def check_rank_loader(num_workers, **options):
-    """Read from several batches on; each process is told its next batch."""
+    """Read from several batches on; each process gets its next batch."""
     options |= {"num_workers": num_workers, "collate_fn": as_it_is}
     loader = loader_of(Told(43), 8, rank=1, world_size=2, **options)
     whole = [batch for (_, batch, _), _ in loader.lockstep(3)]

@@ -144,7 +144,8 @@ def test_a_pass_for_evaluation_may_leave_samples_out() -> None:
 
 
 def test_alone_a_rank_trains_on_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    """Their mean is right there. What is left out doesn't count as used, which is said once."""
+    """The mean over the other samples is right on one rank, and one warning reports the
+    omission."""
     loader_module._warn_of_nones.cache_clear()
     loader = loader_of(broken(), 4, shuffle=False, collate_fn=drop, keep_ids=True)
     for epoch in range(2):

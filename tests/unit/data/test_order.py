@@ -121,7 +121,7 @@ def test_an_epoch_of_another_length_is_refused() -> None:
 
 
 def grouped(epoch: int) -> np.ndarray[Any, Any]:
-    """Return each of ten samples once, in batches of four that are of one parity where it goes, and
+    """Return each of ten samples once, in batches of four of one parity if possible, and
     some of the even ones again."""
     generator = np.random.default_rng(epoch)
     even, odd = (generator.permutation(range(start, 10, 2)) for start in (0, 1))

@@ -63,8 +63,7 @@ class Noisy(Shards):
 def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(
     *, sizes, buffer, size, world, shuffle, data
 ) -> None:
-    """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the
-    same batches."""
+    """Any sizes of shards, batches, buffers and worlds give the same batches, from any start."""
     dataset = Shards(sizes, buffer)
     whole = walk(dataset, size, 1, epoch=1, shuffle=shuffle)
     flat = [sample for batch in whole for sample in batch]
@@ -87,7 +86,7 @@ def test_shuffling_mixes_shards_and_the_samples_of_a_buffer_and_differs_by_epoch
 
 
 def test_only_shards_that_are_needed_are_opened() -> None:
-    """A rank whose share lies in whole shards, or that begins late, leaves the others alone."""
+    """A rank whose share lies in whole shards, or that begins late, doesn't open the others."""
     dataset = Shards([4] * 10)
     loaded = loader_of(dataset, 8, rank=1, world_size=2, shuffle=False).lockstep(0, 3)
     assert [data.tolist() for data, _ in loaded] == [[28, 29, 30, 31], [36, 37, 38, 39]]

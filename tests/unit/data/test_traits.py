@@ -20,7 +20,7 @@ WHOLE = TensorDataset(X, torch.arange(NUM))
 
 
 class Own(Dataset[Any]):
-    """A dataset of one's own: reading it is an error, since it may cost or change anything."""
+    """A user's dataset: reading it is an error, since it may cost or change anything."""
 
     def __init__(self, num: int = NUM, **attributes: Any) -> None:
         self.num = num

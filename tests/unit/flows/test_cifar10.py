@@ -1,5 +1,4 @@
-"""CIFAR-10's prepare: the binary version alone, split once; and the net that is made for its
-size."""
+"""CIFAR-10's prepare reads only the binary version and splits it once; the net fits its size."""
 
 from pathlib import Path
 

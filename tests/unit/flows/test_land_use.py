@@ -25,7 +25,7 @@ Prepared = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Where JPEG images are, and what prepare wrote."""
+    """Return the folder of JPEG images, and what prepare wrote."""
     source, data = (tmp_path_factory.mktemp(name) for name in ("images", "prepared"))
     write_images(DirectoryStorage(source), CLASSES, num_each=10)
     with RankContext.local(data=data, source=source, stage="prepare") as ctx:

@@ -36,7 +36,7 @@ def test_what_is_no_list_is_refused(content: bytes, says: str) -> None:
 
 
 def test_each_letter_is_to_be_foreseen_from_those_before() -> None:
-    """From the start to the end; what is behind it doesn't count."""
+    """Padding after the end of a name doesn't count."""
     given, wanted = letters(["ab", "b"], ["a", "b"]).tensors
     assert given.tolist() == [[END, 1, 2], [END, 2, END]]
     assert wanted.tolist() == [[1, 2, END], [2, END, NO_LETTER]]

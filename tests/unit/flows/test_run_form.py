@@ -91,7 +91,7 @@ def test_each_field_of_a_run_is_explained() -> None:
 
 
 def test_what_people_touch_comes_first() -> None:
-    """Ten fields, then all others together; in a form with options of its own as well."""
+    """Ten fields come first, then all others together, also in a workload's form."""
     for flow, name in ((train_flow, "TrainParams"), (digits, "DigitsParams")):
         fields = models(schema_of(flow))[name]
         assert list(fields)[:10] == FIRST

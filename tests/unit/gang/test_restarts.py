@@ -34,8 +34,7 @@ def test_a_worker_that_left_in_order_costs_no_restart() -> None:
 
 
 def test_after_the_last_restart_the_last_failure_counts() -> None:
-    """Where no other attempt can be made, the one before is the cause; one that comes back ends it
-    earlier."""
+    """If no further attempt can be made, the previous failure is the cause."""
     killed = replace(BOOM, kind="signal", signal=9, retryability="transient")
     with pytest.raises(RankFailedError, match="failed in attempt 3") as caught:
         run(2, *(RankFailedError(killed, attempt) for attempt in (1, 2, 3, 4)))

@@ -1,4 +1,4 @@
-"""Which differences between versions break a gang, and what is said of them."""
+"""Which differences between versions break a gang, and how they are reported."""
 
 import pytest
 

@@ -77,8 +77,7 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_steps_count_steps_and_epochs() -> None:
-    """From 1; the last step of an epoch says so; a second loop goes on counting, in a new
-    order."""
+    """Steps count from 1, an epoch's last step says so, and a second loop continues to count."""
     dataset = TensorDataset(torch.arange(50))
     with RankContext.local() as ctx:
         loader = ctx.loader(dataset, global_batch_size=20)
@@ -153,8 +152,7 @@ def test_the_weights_load_with_plain_torch(tmp_path: Path) -> None:
 def test_what_a_caller_asks_for_is_no_stop_before_the_loop_met_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank alone that is to pause, for its gang to grow: code between two calls of `steps` that
-    left its loop by `should_stop` would end as a training that is done."""
+    """A single rank that pauses to grow doesn't count as done between two calls of `steps`."""
     with RankContext.local() as ctx:
         monkeypatch.setattr(ctx._parts.link, "stop_requested", lambda: True)
         assert not ctx.should_stop
@@ -164,8 +162,7 @@ def test_what_a_caller_asks_for_is_no_stop_before_the_loop_met_it(
 
 
 def test_early_stop_ends_the_loop_and_stays_the_end(tmp_path: Path) -> None:
-    """Alone the stop is after this very step; loops behind it are skipped; a new run from it
-    goes on."""
+    """A single rank stops after that step, later loops are skipped, and a new run continues."""
     first = fit(tmp_path, stop_at=5)
     assert (first["steps"], first["last_checkpoint"]["step"]) == (5, 5)
     assert fit(tmp_path, stop_at=5)["steps"] == 5

@@ -95,8 +95,7 @@ SHARED = "ranks 0 and 1 on a share one device (1 seen), which NCCL refuses"
 def test_all_ranks_take_the_same_backend_or_are_refused(
     devices: list[str | None], backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` takes nccl where every rank has a device of its own, else gloo, for all. With more
-    ranks than devices nccl by name is refused on each rank; nobody waits for the others."""
+    """All ranks take nccl if each has its own device, else gloo; explicit nccl is refused then."""
     assert agreed(devices, backend, monkeypatch) == [expected] * len(devices)
 
 
@@ -138,13 +137,13 @@ def test_the_interface_that_has_the_best_address(
 
 
 def test_on_one_host_ipv6_loopback_will_do() -> None:
-    """Where there is no IPv4."""
+    """A host without IPv4 uses IPv6 loopback."""
     no_v4 = [pair for pair in ADDRESSES if pair[1] != "127.0.0.1"]
     assert choose(["127.0.0.1", "::1", "10.77.0.1"], no_v4) == Interface("lo", "::1", is_first=True)
 
 
 def test_what_gloo_and_nccl_are_told() -> None:
-    """NCCL is told on several hosts only, by the exact name, and of IPv6."""
+    """NCCL gets the exact name of the interface, and IPv6, only on several hosts."""
     data = Interface("data", "10.77.0.1", is_first=True)
     assert settings(data, several_hosts=False) == {"GLOO_SOCKET_IFNAME": "data"}
     assert settings(data, several_hosts=True) == {

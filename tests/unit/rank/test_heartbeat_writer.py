@@ -25,7 +25,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
 def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
-    """Every phase of a small training, its steps and epochs, in order, while they last."""
+    """The agent sees every phase, step and epoch of a small training in sequence."""
     page = bytearray(PAGE_BYTES)
     link = Link()
     link.heartbeat = HeartbeatWriter(page)
@@ -94,7 +94,7 @@ def test_stacks_begin_where_the_agent_has_set_the_file() -> None:
 
 
 def test_counting_predictions_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 may validate alone in the midst of an epoch, as long as its peers wait."""
+    """Only rank 0 may validate in mid-epoch, as long as its peers wait."""
     page = bytearray(PAGE_BYTES)
     link = Link()
     link.heartbeat = HeartbeatWriter(page)

@@ -84,7 +84,7 @@ def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the dataset's id, where train finds it."""
+    """The dataset's id leads train to what prepare wrote."""
     monkeypatch.setattr(returns, "prepare", lambda ctx: (ctx.data / "x").write_text("made"))
     report = run_stage(config(tmp_path, "prepare"), f"{__name__}:returns")
     assert (report.dataset_id, report.num_files) == ("points", 1)

@@ -123,8 +123,7 @@ def test_the_number_of_parts_of_a_long_run_is_bounded():
 
 
 def test_what_a_process_left_behind_comes_to_the_storage_once(storage, tmp_path):
-    """All records, in order, those too that came after the last part, though nobody ended the log;
-    without a line that was cut, as a machine that lost power may have one."""
+    """All complete records of a dead process are stored once, in order."""
     log = log_in(storage, copies=tmp_path / "copies")
     for step in range(1, 101):
         log.append(record(step))

@@ -42,7 +42,7 @@ def kept(*attempts: list[Record]) -> list[tuple[int, int, int]]:
 
 
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():
-    """And none of another run whose id begins alike."""
+    """No record of another run is read whose id begins in the same way."""
     objects = {part(0).replace(RUN, RUN + "-2"): HEAD + line(1)}
     for rank in range(2):
         for number in range(15):
@@ -134,7 +134,7 @@ def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
 
 
 def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
-    """A plain sum of inf and -inf, where fsum would raise."""
+    """A plain sum of inf and -inf is nan, whereas fsum would raise."""
     losses = ["nan", "inf", "-inf", 1.0]
     lines = b"".join(line(step, loss=loss) for step, loss in enumerate(losses, start=1))
     shelf = Shelf({part(0): HEAD + lines})

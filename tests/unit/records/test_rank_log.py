@@ -28,7 +28,7 @@ def written(folder) -> list[str]:
 
 
 def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path, folder):
-    """It is written at the end; a task that runs again begins behind what is there."""
+    """The object is written at the end, and a second run of the task appends parts."""
     storage = DirectoryStorage(tmp_path)
     for number, attempt in enumerate((1, 2, 2)):
         writer = RankLogWriter(LogFolder(storage, "run"), 3, attempt)

@@ -60,7 +60,7 @@ def test_a_later_write_of_a_run_replaces_the_one_before(storage):
 
 
 def test_a_damaged_record_is_left_out_and_named(storage, caplog):
-    """The others are read; who asks for the damaged one is told."""
+    """The others are read, and a request for the damaged one is an error."""
     for night in range(4):
         write_record(storage, record(night))
     storage.write(record(1).key, storage.read(record(1).key)[:-40])
@@ -92,7 +92,7 @@ def test_what_a_later_version_added_is_kept(storage):
 
 
 def test_a_newer_format_is_refused_by_name(storage):
-    """By all that read records: the run that is looked for may be that one."""
+    """Every reader of records refuses it, since it may be the run that is looked for."""
     write_record(storage, record(1))
     write_record(storage, record(2))
     rewrite(storage, record(1).key, NEWER)

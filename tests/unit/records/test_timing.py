@@ -52,7 +52,7 @@ def test_what_a_restart_took_back_is_lost_and_all_adds_up() -> None:
 
 
 def test_validation_is_what_the_last_step_of_an_epoch_takes_beyond_a_step() -> None:
-    """Nine plain steps of a second and one of four; in a run of such steps alone nobody knows."""
+    """Nine steps of a second and one of four have 3 s of validation; only last steps have none."""
     last = replace(line(1, 10, 30.0, step=9.0, epoch_end=4.0), num_steps=10, num_epoch_ends=1)
     found = goodput("run", [last], {1: 17.0}, {})
     assert (found.validation_s, found.steps_s, found.wall_s) == (3.0, 10.0, 13.0)

@@ -74,7 +74,7 @@ def test_anything_else_is_refused_with_what_to_write(uri):
 
 
 def test_what_is_a_storage_stays_one():
-    """A function that takes a storage or its name has no rule of its own for what a name is."""
+    """A function that takes a storage or its name has no other rule for names."""
     storage = S3Storage("bucket", region="here")
     assert storage_at(storage) is storage
     assert storage_at("s3://bucket/p") == S3Storage("bucket", "p")
@@ -84,7 +84,7 @@ def test_what_is_a_storage_stays_one():
 
 
 def test_how_to_get_to_a_bucket():
-    """What an s3:// URI doesn't say can be given beside it; a folder has no use for it."""
+    """Options add what an s3:// URI doesn't say, and a folder refuses them."""
     found = storage_from_uri("s3://b/p", region="here", anonymous=True)
     assert found == S3Storage("b", "p", region="here", anonymous=True)
     with pytest.raises(InvalidParamsError, match="runs is a folder; region belong to an s3:// URI"):

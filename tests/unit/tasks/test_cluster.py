@@ -26,8 +26,7 @@ from prefect_torch_ddp.tasks.cluster import with_ranks_placed
 def test_a_cluster_of_a_runs_own_has_one_worker_for_all_ranks(
     given: dict[str, Any], runner: dict[str, Any], expected: int
 ) -> None:
-    """Unless anything is said of the cluster, by the parameters or the flow's task runner, or of
-    the ranks on a worker."""
+    """A local cluster has one worker unless parameters or the task runner say otherwise."""
     context = FlowRunContext.model_construct(task_runner=DaskTaskRunner(**runner))
     with context:
         placed = with_ranks_placed(TrainParams(world_size=3, **given))

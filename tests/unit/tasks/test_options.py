@@ -24,7 +24,7 @@ def fit(ctx: RankContext, lr: float = 0.1) -> float:
     ("options", "params"), [(GangOptions, GangParams), (ContextOptions, ContextParams)]
 )
 def test_each_option_can_be_given_by_keyword(options: Any, params: Any) -> None:
-    """With the type of its declaration; `world_size` comes first where a gang is run."""
+    """Each keyword has its declared type, and `world_size` comes first for gangs."""
     declared, keywords = get_type_hints(params), get_type_hints(options)
     named = set(params.model_fields) - {"world_size"}
     widened = {"storage": str | os.PathLike[str]} if "storage" in named else {}
@@ -100,7 +100,7 @@ def test_a_function_called_without_a_context_names_both_ways() -> None:
 
 
 def test_options_are_kept_and_changed() -> None:
-    """Prefect's and ours, each where it belongs; what isn't named stays."""
+    """Options of Prefect and ours are changed by name, and the others stay."""
     made: Any = ddp_task(world_size=2, seed=5, retries=1)(fit)
     changed = made.with_options(seed=6, retries=3, name="other")
     assert (made.params.seed, made.retries, made.name) == (5, 1, "fit")
@@ -114,7 +114,7 @@ def test_options_are_kept_and_changed() -> None:
     ids=["no argument", "a keyword", "*args"],
 )
 def test_a_function_without_a_context_is_refused(function: Any) -> None:
-    """The mistake shows where it is made, when the module is imported."""
+    """The import of the module shows the mistake."""
     says = r"<lambda> takes no positional argument.*takes a RankContext first"
     with pytest.raises(InvalidParamsError, match=says):
         ddp_task(world_size=2)(function)
@@ -173,7 +173,7 @@ def test_a_forms_texts_are_read_as_numbers() -> None:
 
 
 def test_only_a_training_grows() -> None:
-    """A dataset is prepared by one rank, and an evaluation has no checkpoint to go on from."""
+    """A dataset is prepared by one rank, and an evaluation has no checkpoint to continue from."""
     params = TrainParams(world_size=2, max_world_size=4)
     prepared, evaluated = options_of_stage(params, 1), options_of_stage(params, 4)
     assert prepared["max_world_size"] is evaluated["max_world_size"] is None

@@ -52,7 +52,7 @@ def name_of(
 
 
 def test_runs_that_are_scheduled_together_are_told_apart() -> None:
-    """Prefect's ids of runs that it schedules within a minute begin alike: their end counts."""
+    """The ends of ids count, since Prefect's ids of one minute begin in the same way."""
     other = UUID("01989fd2-7b1e-7c3a-9f00-ffffffffffff")
     assert run_id_of("Nightly run", FLOW_RUN) == "nightly-run-1b2c3d4e5f60"
     assert run_id_of("Nightly run", other) != run_id_of("Nightly run", FLOW_RUN)
@@ -155,7 +155,7 @@ def test_other_options_are_another_training(changed: dict[str, Any]) -> None:
 
 
 def test_a_key_counts_within_its_flow_run_and_task() -> None:
-    """The next night trains anew; the number of ranks and of restarts may be another."""
+    """The next night trains from the start, and the number of ranks and restarts may change."""
     named = name_of(KEYED, 1)
     assert named.startswith("fit-night-")
     assert name_of(TaskParams(run_key="night", world_size=3, max_restarts=1), 1) == named

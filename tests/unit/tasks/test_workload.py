@@ -200,7 +200,7 @@ def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> N
 
 
 def test_options_count(dataset: Callable[..., str]) -> None:
-    """Data options make another dataset, their order doesn't; so do other raw data."""
+    """Other data options or raw data make another dataset, another order of options doesn't."""
     assert dataset(BASE, a=1, b="x") == dataset(BASE, b="x", a=1)
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
     texts = ["/", ".", "x" * 5000]  # like paths, which would be listed, or can't be looked for
@@ -273,7 +273,7 @@ def test_the_examples_show_theirs(name: str) -> None:
 
 
 def test_a_wrong_option_is_named_with_the_near_one(write: Write) -> None:
-    """And with all that there are."""
+    """The error also lists all options."""
     name = write(OTHERS + MODEL + READ)
     says = "there is no option siz; did you mean size\\?; there are lr, size"
     with pytest.raises(InvalidParamsError, match=says):

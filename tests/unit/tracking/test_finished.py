@@ -62,8 +62,8 @@ def test_a_finished_training_is_recognised(run: Run) -> None:
     "damage", ["no checkpoint", "a void checkpoint", "a damaged checkpoint", "a damaged record"]
 )
 def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
-    """Where the checkpoint was deleted, or a newer attempt resumed from one before it, or the
-    record can't be read: run again."""
+    """A training runs again if its checkpoint was deleted or superseded, or its record is
+    unreadable."""
     record_finished(run.storage, run.run_id, report_of(run))
     if damage == "no checkpoint":
         run.storage.delete(manifest_key("run", 7, 1))
@@ -78,8 +78,7 @@ def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
 
 
 def test_a_move_is_no_failure(run: Run) -> None:
-    """A gang that moved or grew has its reason on record, and the summary tells of failures
-    alone."""
+    """The record has the reason of a move or growth, and the summary lists only failures."""
     write_failure(run.storage, "run", FailureRecord(1, 1, "workers for 2", None, 5, is_move=True))
     write_failure(run.storage, "run", FailureRecord(2, 2, "rank 1 died", None, 7))
     assert [(each.attempt, each.summary) for each in failed_attempts(run)] == [(2, "rank 1 died")]

@@ -43,7 +43,7 @@ def test_the_parameters_come_back(tmp_path: Path) -> None:
 def test_what_is_not_on_record_is_named(
     tmp_path: Path, options: dict[str, Any], flow: bool, why: str
 ) -> None:
-    """Instead of a training's stand-in being taken for its value."""
+    """A value that the record lacks is an error, and no stand-in replaces it."""
     storage = DirectoryStorage(tmp_path)
     put_on_record(storage, options, flow=flow)
     with pytest.raises(InvalidParamsError, match=why):

@@ -113,8 +113,8 @@ def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
 
 
 def test_a_thousand_ranks_generators_are_not_a_thousand_open_files(tmp_path: Path) -> None:
-    """Each rank has an object, and a process may have 1,024 files open by default; want of them
-    was taken for damage."""
+    """A process with the default limit of 1,024 open files reads one object for each of
+    1,000 ranks."""
     storage = DirectoryStorage(tmp_path)
     names = [f"rank-{rank:05d}" for rank in range(100)]
     manifest = written(storage, {name: {} for name in names})

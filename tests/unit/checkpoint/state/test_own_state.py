@@ -46,7 +46,7 @@ def test_a_rank_takes_its_own_state() -> None:
 
 
 def test_at_another_number_of_ranks_no_state_is_taken() -> None:
-    """An error names the object and both numbers, unless it may begin anew."""
+    """An error names the object and both numbers, unless the object may start over."""
     said = "'loader' was tracked by ctx.track_each on 2 ranks, and here are 3: .*='begin'"
     with pytest.raises(CheckpointError, match=said):
         find_own(saved_by(2), "loader", OwnState(Tracked(), 1, 3))

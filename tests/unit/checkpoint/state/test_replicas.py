@@ -238,7 +238,7 @@ def test_what_may_differ_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_ranks_on_other_processors_may_differ_in_last_bits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """That is no proof of a drift, so it is said and not refused."""
+    """Such a difference proves no drift, so it is logged and not refused."""
     net = nn.Linear(2, 2)
     tracked = [{"model": net}, {"model": drifted(net)}]
     compare(*tracked, wrapped=("model",), computes_on="another processor, 3 threads")
@@ -269,7 +269,7 @@ def test_what_is_no_tensor_has_to_be_the_same(case: str) -> None:
 
 
 def test_what_differs_later_is_said_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """By then a training has checkpoints, and suspicion alone must not end it."""
+    """A training that has checkpoints isn't ended by a suspicion."""
     compare({"own": Tracked(1)}, {"own": Tracked(2)}, is_first=False)
     assert "call ctx.track_each(own=...)" in caplog.text
 

@@ -159,7 +159,7 @@ class Ema(nn.Module):
 
 
 def net(*, compiled: bool) -> nn.Module:
-    """Make a model, of which a part may be compiled, behind an average and parametrised."""
+    """Make a model, of which a part may be compiled, inside an average and a parametrisation."""
     first: Any = nn.utils.parametrizations.weight_norm(nn.Linear(2, 4))
     inner: Any = torch.compile(first, backend="eager") if compiled else first
     return Ema(nn.Sequential(inner, nn.BatchNorm1d(4)))

@@ -169,8 +169,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_fetched_again_with_a_warning(storage, cached, caplog, damage):
-    """Whatever happened to the file, also where another's good one is at its place, the bytes are
-    right; it is replaced, and the warning names file and object."""
+    """The bytes are right whatever happened to the file, and the warning names file and object."""
     parts = parts_of(storage)[:2]
     cached.read_many(parts[:1])
     (path,) = entries(cached.folder)
@@ -255,8 +254,7 @@ def read_on(cached, storage, caplog, *words):
 
 
 def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, cached, caplog):
-    """The file system refuses to write (by a limit on a file's size): reads go on, one warning
-    says why, no half file stays."""
+    """Reads continue, one warning says why, and no half-written file stays."""
     cached.read_many(parts_of(storage)[:1])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -279,7 +277,7 @@ def test_a_disk_that_is_nearly_full_is_left_alone(storage, cached, caplog, monke
 
 
 def test_a_folder_that_can_not_be_used_costs_one_warning(storage, cached, caplog):
-    """A file stands where the folder should be: reads go on, and a warning says so once."""
+    """Reads continue if a file has the folder's path."""
     cached.folder.write_text("a file")
     read_on(cached, storage, caplog, str(cached.folder))
 

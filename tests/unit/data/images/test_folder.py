@@ -1,5 +1,5 @@
-"""Image folders where they lie: which class reads them, what can't be read is named, or skipped so
-that what is left keeps its label and its weight, whatever the shares."""
+"""Image folders are read in place; unreadable images are named or skipped, and the others
+keep label and weight."""
 
 import logging
 from pathlib import Path
@@ -60,8 +60,7 @@ def test_the_ways_to_a_bucket_are_those_of_its_storage():
 
 
 def test_an_index_takes_the_place_of_the_listing(tmp_path):
-    """The same dataset, where nothing is listed nor looked for; also of a folder in what was
-    indexed."""
+    """An index gives the same dataset without a listing, also for a folder within it."""
 
     class Unlisted(DirectoryStorage):
         def list_objects(self, prefix):
@@ -82,8 +81,7 @@ def test_an_index_takes_the_place_of_the_listing(tmp_path):
 
 
 def test_image_folder_takes_torchvisions_own_for_a_path(tmp_path):
-    """A str, a Path, a storage, a folder in it; to skip, a folder is read by ours, and so is
-    one with a storage's unfinished files, a class to torchvision."""
+    """Torchvision's class reads a plain path, and ours reads what torchvision's can't."""
     folder = write_folder(tmp_path / "images", image_files(9))
     theirs = ImageFolder(str(folder))
     for place, options in [
@@ -158,7 +156,7 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(tmp_path, caplog):
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_augmentation_depends_on_the_sample_alone(tmp_path, on_error):
-    """Whatever the batch, also where images before it are skipped."""
+    """Augmentation depends only on the sample, also if images before it are skipped."""
     dataset = struck_images(tmp_path, on_error=on_error)
     dataset.transform = lambda image: (colour_of(image), torch.rand(()).item())
     first = 1 if on_error == "skip" else 3
@@ -180,8 +178,7 @@ def damaged_images(tmp_path):
 
 
 def test_a_share_of_which_nothing_is_left_counts_for_nothing(tmp_path):
-    """Three ranks, a tail of one corrupt image: all go on in lockstep; the others are used once
-    each, with their labels. Plain iteration never counts a stand-in."""
+    """Three ranks continue in lockstep after a tail of one corrupt image."""
     dataset, tail, whole = damaged_images(tmp_path)
     loaders = [RankLoader(dataset, rank=rank, world_size=3, **OPTIONS) for rank in range(3)]
     seen = []

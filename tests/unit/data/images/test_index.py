@@ -148,10 +148,8 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
 
 
 class Folders(Listed):
-    """Folders of so many objects each, and objects beside them; counts what it lists.
-
-    The first two folders wait for one another.
-    """
+    """Folders with so many objects each, and objects next to them; counts what it lists. The
+    first two folders wait for one another."""
 
     def __init__(self, num_folders, num_each, num_beside):
         self.nums = num_folders, num_each, num_beside
@@ -177,8 +175,7 @@ class Folders(Listed):
 
 
 def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
-    """Listing, writing and reading hold some folders, where all of them are several times as
-    many."""
+    """Listing, writing and reading hold only a few of many folders in memory."""
     source = Folders(100, 400, 400)
     tracemalloc.start()
     assert write_index(source, tmp_path) == 40_400
@@ -190,8 +187,7 @@ def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
 
 @pytest.mark.parametrize("nums", [(100, 1, 1), (2, 3 * NUM_AHEAD, 0), (30, 50, 2)])
 def test_folders_are_listed_side_by_side_and_a_little_ahead(nums):
-    """The same objects in the same order as one after the other. Of folders and pages a few are
-    begun, however many and large they are, also where nobody takes the rest."""
+    """Parallel listing keeps the order, and begins only a few folders and pages ahead."""
     others = set(threading.enumerate())
     whole = [item.key for item in list_dataset(Folders(*nums))]
     assert whole == sorted(set(whole))

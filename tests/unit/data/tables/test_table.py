@@ -26,7 +26,7 @@ from tests.unit.data.test_loader import loader_of
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have row groups of some rows be pieces of their own."""
+    """Make each row group of some rows a separate piece."""
     monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
 
 
@@ -227,7 +227,7 @@ def test_a_null_is_refused_by_column_or_filled(statistics, tmp_path) -> None:
     ids=["list", "struct", "decimal", "time", "binary"],
 )
 def test_a_column_that_cant_be_a_tensor_is_refused_by_name(values, what, tmp_path) -> None:
-    """With file, type and way out; where it isn't read it does no harm."""
+    """The error has file, type and way out, and a column that isn't read is accepted."""
     folder = write(tmp_path / "a.parquet", {"odd": values, "n": [1, 2]})
     with pytest.raises(InvalidParamsError, match=rf"column odd of .*a\.parquet is .*: {what}"):
         table(folder)
@@ -300,7 +300,7 @@ def walk_numbers(rows: Any, world: int) -> list[int]:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_a_resume_reads_nothing_of_what_was_read(tmp_path) -> None:
-    """From the middle of an epoch on: the windows before it are left alone."""
+    """A resume in mid-epoch doesn't read the windows before it."""
     reads: list[ObjectPart] = []
     rows = table(
         Counted(DirectoryStorage(numbered(tmp_path, [16] * 10, 8)), reads), shuffle_buffer=16
@@ -324,7 +324,7 @@ def test_at_most_two_windows_are_in_memory(tmp_path) -> None:
 
 
 def test_a_table_of_one_window_is_decoded_once(tmp_path) -> None:
-    """It stays in memory, and each epoch has an order of its own."""
+    """The table stays in memory, and each epoch has another order."""
     reads: list[ObjectPart] = []
     rows = table(Counted(DirectoryStorage(numbered(tmp_path, [60, 60], 10)), reads))
     loader = loader_of(rows, 8)

@@ -13,7 +13,7 @@ from prefect_torch_ddp.protocol.events import CheckpointCommitted, FunctionEnded
 def test_a_training_without_a_checkpoint_says_once_that_it_could_not_grow(
     num_now: int, has_saved: bool
 ) -> None:
-    """Only where it had room to, and once for all its ranks."""
+    """The message comes once for all ranks, and only if there was room to grow."""
     said: list[GangEvent] = []
     nobody: Any = None
     growth = Growth(nobody, nobody, GangSize(2, 2, 1, grown=4), (), num_now, said.append, nobody)

@@ -49,7 +49,7 @@ def merged(*events: GangEvent, world_size: int = 3) -> list[GangEvent]:
 
 @given(spoken=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc")), max_size=40))
 def test_nothing_is_lost_added_or_overtaken(spoken: list[tuple[int, str]]) -> None:
-    """However ranks repeat each other and themselves, each one's lines are whole and in order."""
+    """Each rank's lines stay complete and in order, however the ranks repeat each other."""
     failure = RankFailure(0, "host", 1, "exit", "ended")
     *found, last = merged(*(LogLine(rank, INFO, text) for rank, text in spoken), failure)
     assert last == failure

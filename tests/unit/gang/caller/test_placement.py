@@ -76,8 +76,8 @@ def test_enough_workers_hold_a_size_between_the_fewest_and_the_most(
 
 
 def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free() -> None:
-    """Busy workers are waited for up to the number wanted; free ones are taken up to the largest
-    divisor. One that stopped to grow goes on with what is free, if there is any."""
+    """A growing gang waits for busy workers up to the number wanted, and takes more only if
+    they are free."""
     of_8 = GangSize(2, None, 1, divides=8, grown=9)
     counts = (2, 0), (9, 1), (2, 3), (9, 4), (9, 9)
     assert [of_8.on(*each) for each in counts] == [2, 2, 2, 4, 8]

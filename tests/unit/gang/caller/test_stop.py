@@ -1,4 +1,4 @@
-"""A caller that leaves: its ranks are told to stop wherever it was interrupted."""
+"""A caller that leaves stops its ranks, wherever it was interrupted."""
 
 import asyncio
 import ctypes

@@ -49,8 +49,7 @@ def test_it_listens_at_one_address_alone(host: str, elsewhere: str | None) -> No
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
 def test_in_the_user_mode_its_port_is_kept_for_rank_0(host: str) -> None:
-    """Nobody listens there until torch does, and nobody else gets the number at any address,
-    where torch will listen."""
+    """Until torch listens, nobody listens there and nobody else gets the port at any address."""
     with contextlib.closing(StoreSocket(host)) as store:
         assert store.fd_for_rank_0("user") is None
         with pytest.raises(ConnectionRefusedError):
@@ -64,6 +63,7 @@ def test_in_the_user_mode_its_port_is_kept_for_rank_0(host: str) -> None:
 
 
 def test_an_address_of_nobody_is_refused_with_the_way_out() -> None:
-    """A worker announced by an address that it lacks (--contact-address, NAT) is told so."""
+    """The error names a worker that is announced by an address it lacks (--contact-address,
+    NAT)."""
     with pytest.raises(GangError, match=r"can't listen at 203\.0\.113\.9, .*interface="):
         StoreSocket("203.0.113.9")

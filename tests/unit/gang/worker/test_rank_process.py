@@ -42,14 +42,13 @@ MEMORY = (
     ],
 )
 def test_words_of_death(status: int, kills: int, words: str) -> None:
-    """The signal by its name, and memory where the kernel counted kills."""
+    """The text has the signal's name, and memory if the kernel counted kills."""
     assert words_of_death(status, kills) == words
 
 
 @pytest.mark.parametrize("folder", ["jobs/worker.service", "."])
 def test_the_kernels_count(tmp_path: Path, folder: str) -> None:
-    """Of this process's own group, or of the mount where a container shows the host's path; 0
-    without groups of version 2, a file, or such a line."""
+    """The count is of this process's group, or 0 without groups of version 2."""
     membership, events = tmp_path / "cgroup", tmp_path / folder / "memory.events"
     assert oom_kills(membership, tmp_path) == 0
     membership.write_text("4:memory:/old\n0::/jobs/worker.service\n")

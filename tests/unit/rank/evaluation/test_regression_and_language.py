@@ -24,8 +24,7 @@ from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter, RegressionMe
 def test_regression_scores_are_those_of_scikit_learn(
     sizes: list[int], num_outputs: int, far: float, seed: int
 ) -> None:
-    """However the samples are batched, also far from zero, where plain sums of squares would
-    leave nothing of R²."""
+    """Any batching gives the same scores, also far from zero, where plain sums of squares fail."""
     random = np.random.default_rng(seed)
     true = far + random.standard_normal((sum(sizes), num_outputs))
     found = true + 0.3 * random.standard_normal(true.shape)
@@ -100,7 +99,7 @@ def test_each_token_weighs_the_same_however_long_its_sequence() -> None:
 
 
 def test_losses_that_are_no_numbers_leave_no_perplexity(caplog) -> None:
-    """The same for one that is beyond any float; what is left is JSON."""
+    """A loss that isn't finite, or too large, gives no perplexity, and the report is valid JSON."""
     diverged, large = LanguageMeter(ignore_index=0), LanguageMeter()
     diverged.update(torch.tensor([math.nan, 1.0, math.inf, math.nan]), torch.tensor([1, 1, 1, 0]))
     large.update(torch.tensor([800.0]), torch.tensor([1]))

@@ -144,7 +144,7 @@ def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> N
 
 @pytest.mark.parametrize("attribute", ["module", "no_sync"])
 def test_what_one_rank_has_not_is_advised_about_once(attribute: str) -> None:
-    """Beside torch's error, which comes on one rank alone: in a gang, and where it is debugged."""
+    """Torch's error that comes only on one rank gets one note, in a gang and in a debugger."""
     with pytest.raises(AttributeError) as caught, RankContext.local() as ctx:
         getattr(ctx.wrap(nn.Linear(1, 1)), attribute)
     assert describe(caught.value, 0, "a").summary.count("use the model that you gave") == 1

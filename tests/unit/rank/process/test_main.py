@@ -36,7 +36,7 @@ def test_data_workers_are_forked_unless_the_user_chooses(monkeypatch: pytest.Mon
 def test_a_rank_that_ends_itself_leaves_word(
     own_failure: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that goes on would else find it killed by SIGKILL; its own failure stays."""
+    """An agent that continues learns why the rank ended, and the rank's own failure stays."""
     over = threading.Event()
     monkeypatch.setattr(link_module, "_end_session", over.set)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)

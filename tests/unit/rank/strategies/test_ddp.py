@@ -1,5 +1,4 @@
-"""What people do with a model in DDP beside training it: copy, average, save and forget it; and
-micro-batches."""
+"""A model in DDP can be copied, averaged, saved and deleted; and micro-batches."""
 
 import copy
 import gc
@@ -141,7 +140,7 @@ def test_a_static_graph_is_refused_whose_first_pass_is_not_summed() -> None:
 
 
 def test_micro_batches_left_half_way_are_an_error() -> None:
-    """Each rank would step by a gradient of its own otherwise."""
+    """Otherwise each rank would step by a different gradient."""
     weights = ShareWeights(2)
     model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
     for step in (1, 2):
@@ -161,8 +160,7 @@ def test_micro_batches_left_half_way_are_an_error() -> None:
 def test_layers_that_talk_to_other_ranks_need_equal_shares(
     num_samples: int, global_batch_size: int
 ) -> None:
-    """Before the first step, where a tail or each batch can't be shared out equally: gradients
-    would be wrong, and a stand-in would enter the statistics."""
+    """SyncBatchNorm is refused before the first step if batches can't be shared equally."""
     weights = ShareWeights(2)
     model = weights.wrap(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), CPU, {})
     nn.SyncBatchNorm.convert_sync_batchnorm(model)  # behind wrap, since DDP wants a GPU for it
@@ -247,7 +245,7 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_named(batch: Any, max_samples: Any, says: str) -> None:
-    """Where it is, and what it is."""
+    """The error names the value and its place in the batch."""
     with pytest.raises(InvalidParamsError, match=says):
         parts_of(batch, max_samples)
 
@@ -264,7 +262,7 @@ def test_a_batch_of_something_else_than_samples_is_refused() -> None:
 
 @pytest.mark.parametrize(("num_rows", "hints"), [(3, True), (5, False)])
 def test_a_batch_with_fewer_rows_than_samples_may_lack_some(num_rows: int, *, hints: bool) -> None:
-    """Which is said, since a collate_fn that leaves samples out gives such a one."""
+    """A warning says so, since a collate_fn that leaves samples out gives such a batch."""
     weights = ShareWeights(1)
     weights.begin_step(1, BatchShare(1, 0, num_local=4, num_global=4, is_last=True))
     with pytest.raises(InvalidParamsError) as caught:

@@ -25,7 +25,7 @@ from tests.workloads import healthy
 
 
 def tree_of(num_leaves: int, push: list[tuple[range, str]]) -> list[tuple[range, str]]:
-    """Return what is left when values are pushed that show how they were added."""
+    """Return the remaining value when values are pushed that show how they were added."""
     tree: TreeSum[str] = TreeSum(num_leaves, lambda left, right: f"({left}+{right})")
     for leaves, value in push:
         tree.push(leaves, value)
@@ -37,8 +37,7 @@ def tree_of(num_leaves: int, push: list[tuple[range, str]]) -> list[tuple[range,
 def test_the_order_of_summation_does_not_depend_on_who_adds(
     num_leaves: int, data: st.DataObject
 ) -> None:
-    """Ranks add what they hold, then the rest is added: the same brackets as where one adds
-    all."""
+    """Ranks that add their parts first get the same brackets as a single rank."""
     leaves = [(range(leaf, leaf + 1), str(leaf)) for leaf in range(num_leaves)]
     ((whole, brackets),) = tree_of(num_leaves, leaves)
     assert whole == range(num_leaves)
@@ -154,7 +153,7 @@ def test_a_model_of_an_earlier_fold_is_freed() -> None:
 
 
 def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
-    """Before anything else; and so is no number of them."""
+    """A number of ranks that doesn't divide them, or no number, is refused first."""
     elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
     config = RankConfig("run", 1, "train", DirectoryStorage(tmp_path), **elastic)
     with pytest.raises(InvalidParamsError, match="virtual_ranks is 4 and there are 3 ranks"):

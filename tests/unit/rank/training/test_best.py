@@ -44,8 +44,7 @@ LATE = "val_accuracy was reported in step {}, and the first checkpoint since is 
 def test_the_best_by_a_metric_of_each_epoch(
     tmp_path: Path, saves_with_it: bool, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first checkpoint behind the best validation, which is said once, or the one of that
-    very step; also over a failure, long after it."""
+    """The first checkpoint after the best validation is kept, or the one of exactly that step."""
     with pytest.raises(InterruptedError):
         with_validation(tmp_path, saves_with_it=saves_with_it, dies_at=14)
     with_validation(tmp_path, saves_with_it=saves_with_it)
@@ -63,9 +62,7 @@ def test_the_best_by_a_metric_of_each_epoch(
 def test_the_best_ones_by_validations_behind_the_loop(
     tmp_path: Path, saves_behind: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those asked for with the validation; later ones that only carry its value on take no place
-    of the best. Where it has none of its own, it is said that the weights are others; and where
-    nobody reports the metric, that."""
+    """Checkpoints requested with a validation are the best ones, not later ones with its value."""
     policy = CheckpointParams(
         every_steps=3, every_s=None, keep_last=1, keep_best=2, best_metric="val_accuracy"
     )
@@ -154,7 +151,7 @@ def test_numbers_of_an_own_loop_are_not_taken_for_steps(tmp_path: Path) -> None:
 def test_the_last_validation_has_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the last step was saved before it; run again, nothing is added."""
+    """The last value gets a checkpoint even if the last step already has one."""
     for _ in range(2):
         with training(tmp_path, every_steps=2) as (ctx, model):
             list(four_steps(ctx, model))

@@ -150,8 +150,7 @@ def test_each_epoch_ends_with_a_checkpoint_if_that_is_asked(tmp_path: Path) -> N
 def test_a_checkpoint_stays_long_enough_to_be_read_while_newer_ones_come(
     tmp_path: Path, every_s: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default, while the training runs: at its end, and where the interval was chosen,
-    keep_last decides."""
+    """By default young checkpoints stay while the training runs; later keep_last decides."""
     policy, storage = CheckpointParams(every_s=every_s), DirectoryStorage(tmp_path)
     with RankContext.local(storage=storage, checkpoint=policy) as ctx:
         ctx.track(model=nn.Linear(1, 1))

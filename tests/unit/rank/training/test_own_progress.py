@@ -25,7 +25,7 @@ from tests.support.tracked import Tracked
 
 
 class Listening(Link):
-    """A link that keeps what it is told, and the heartbeat's page."""
+    """A link that keeps what it receives, and the heartbeat's page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_people_and_watches_see_a_loop_of_ones_own(
 
 
 def loop(folder: Path, dies_at: int | None = None) -> list[tuple[int, int, float]]:
-    """Train in a loop of its own, with a checkpoint each other step and a report before the first;
+    """Train in an own loop, with a checkpoint each other step and a report before the first;
     return what is on record."""
     with RankContext.local(storage=folder, checkpoint=CheckpointParams(every_s=None)) as ctx:
         done = Tracked()
@@ -107,7 +107,7 @@ def test_what_is_no_number_of_steps_is_refused(arguments: Any, says: str) -> Non
 
 
 def test_steps_that_are_counted_are_not_told(tmp_path: Path) -> None:
-    """Within ctx.steps, and after it; before it, what was said no longer counts."""
+    """`ctx.progress` is refused within `ctx.steps` and after it, and superseded by it."""
     with RankContext.local(storage=tmp_path) as ctx:
         ctx.progress(70)
         loader = ctx.loader(TensorDataset(torch.arange(2)), global_batch_size=1)

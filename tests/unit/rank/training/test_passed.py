@@ -23,7 +23,7 @@ ON_DEMAND = CheckpointParams(every_s=None)
 def stopping_early(
     folder: Path, dies_at: int | None = None, *, asks: bool = False, num_calls: int = 6
 ) -> int:
-    """Train up to six loops of two steps, and stop where the loss is no better for two of them;
+    """Train up to six loops of two steps, and stop if the loss is no better for two of them;
     return the number of steps."""
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Linear(1, 1, bias=False)
@@ -57,8 +57,7 @@ def stopping_early(
 def test_early_stopping_that_decides_otherwise_on_resume_is_an_error(
     tmp_path: Path, resumes: dict[str, int], did: str
 ) -> None:
-    """The loss is the restored weights' behind each finished call: patience runs out. So is a
-    function that has fewer calls now: not a success that trained nothing."""
+    """A function that ends before the checkpoint's call is an error, not an empty success."""
     with pytest.raises(InterruptedError):
         stopping_early(tmp_path, dies_at=10)
     for _ in range(2):  # a refused one leaves no trace of an end
@@ -93,8 +92,8 @@ def summing(
     goal: int = 99,
     dies_at: int | None = None,
 ) -> None:
-    """Train loops of two steps that add 1, and add 100 behind each; stop behind the goal. Die in a
-    step, or at the end, which is step 7."""
+    """Train loops of two steps that add 1, and add 100 after each; stop after the goal. Die
+    in a step, or at the end, which is step 7."""
     with RankContext.local(storage=storage, checkpoint=policy) as ctx:
         total = Tracked()
         ctx.track(total=total)
@@ -126,8 +125,7 @@ def totals(storage: Storage) -> list[float]:
 def test_a_save_that_is_not_asked_for_again_is_warned_of(
     tmp_path: Path, dies_at: int, missed: int, left: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Behind the first call the condition holds again; behind the second and the last one it
-    doesn't, and what is added there is lost: what ran twice is undone."""
+    """A warning names the calls after which the condition for a checkpoint no longer holds."""
     storage = DirectoryStorage(tmp_path)
     with pytest.raises(InterruptedError):
         summing(storage, ON_DEMAND, "the best", dies_at=dies_at)
@@ -157,7 +155,7 @@ def test_what_a_finished_training_left_stays_when_it_is_run_again(
 
 
 class Killed(DirectoryStorage):
-    """A directory whose process dies right behind the commit of a checkpoint."""
+    """A directory whose process dies right after the commit of a checkpoint."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         is_written = super().write_if_absent(key, data)

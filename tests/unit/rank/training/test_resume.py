@@ -154,8 +154,7 @@ def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
 def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
     tmp_path: Path,
 ) -> None:
-    """Also where the process that ends it made no checkpoint; and no copy is made where nothing
-    changed."""
+    """A changed state is saved at the end, even by a process without an earlier checkpoint."""
     for change, expected in ((1, [0, 1]), (0, [0, 1]), (5, [1, 2])):
         with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
             count = Tracked()

@@ -1,4 +1,4 @@
-"""What is saved: slow storages, saves behind a break; and the ledger."""
+"""Saves on slow storages and after a break, and the ledger."""
 
 import re
 from collections.abc import Callable
@@ -37,8 +37,7 @@ class Slow(ForwardingStorage):
 def test_saves_wait_for_a_slow_storage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is written and one waits, in its step: no third copy of the state is made, it is
-    said, once, and none is lost."""
+    """One save is written while the next one waits in its step, and the log says so once."""
     monkeypatch.setattr(checkpointer, "QUIET_S", 0.1)
     used = []
 
@@ -64,9 +63,7 @@ def test_saves_wait_for_a_slow_storage(
 def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
     tmp_path: Path, asks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At once, where a variable holds what `ctx.steps` returned; an iterator that is held can't
-    be told from a step under way, which is said, and ends with the training. Nor does the end of
-    the step come whose body asked and broke off, which no later step writes in its place."""
+    """A checkpoint after a break is written at once, unless a held iterator hides the break."""
     storage = DirectoryStorage(tmp_path)
     with RankContext.local(storage=storage, checkpoint=CheckpointParams(every_s=None)) as ctx:
         ctx.track(model=nn.Linear(4, 1))

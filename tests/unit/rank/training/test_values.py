@@ -71,7 +71,7 @@ def test_values_changed_between_calls_count_once(tmp_path: Path, dies_at: int) -
 
 
 def test_a_second_state_has_a_name_of_its_own(tmp_path: Path) -> None:
-    """As a library may keep one beside the user's."""
+    """A library may keep a second state next to the user's."""
     for expected in (0, 1):
         with RankContext.local(storage=tmp_path) as ctx:
             ours, theirs = ctx.state(it=0), ctx.state("sampler", it=10)

@@ -99,7 +99,7 @@ def test_a_profile_is_respected_where_the_location_says_nothing(
 
 
 def test_no_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine has none, the message says how to give some."""
+    """The message says how to give credentials if the machine has none."""
     forget_aws(monkeypatch, tmp_path)
     storage = S3Storage("bucket", "no-credentials", endpoint_url="http://127.0.0.1:1")
     says = "there are no credentials: register an s3-bucket block"

@@ -1,5 +1,5 @@
-"""A lean GET beside the usual way: its answer, over a real socket, is read as http.client reads it,
-or not at all; its headers are those of botocore, for any key, path, host, region and moment."""
+"""The lean GET reads an answer from a real socket as http.client does, or leaves it to
+botocore. Its headers are botocore's for any key, path, host, region and moment."""
 
 import http.client
 import random
@@ -100,7 +100,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("head", PLAIN.values(), ids=PLAIN)
 def test_the_plain_answer_is_read_as_http_client_reads_it(head: bytes) -> None:
-    """Wherever its body is cut; where its head is, it may be left to botocore."""
+    """The body may be cut anywhere; an answer with a cut head may be left to botocore."""
     data, chance = head + b"12345", random.Random(0)
     expected = _by_http_client(data)
     for num_cuts in (0, 1, 3, 50):
@@ -113,7 +113,7 @@ def test_the_plain_answer_is_read_as_http_client_reads_it(head: bytes) -> None:
 @pytest.mark.parametrize("stays_open", [True, False])
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_other_is_left_to_botocore(name: str, stays_open: bool) -> None:
-    """At once, where enough of it has come to tell."""
+    """The answer is left to botocore as soon as enough of it has arrived."""
     ends_early = name in {"silence", "cut in its body"}
     assert _by_us(OTHERS[name], stays_open=stays_open and not ends_early) is None
 
@@ -134,7 +134,7 @@ STATUSES = [b"200 OK", b"206 Partial Content", b"304 Not Modified", b"404 Not Fo
 def test_any_head_is_read_as_http_client_reads_it(
     headers: list[bytes], body: bytes, status: bytes
 ) -> None:
-    """Also one that contradicts itself, where it is read at all."""
+    """A head that contradicts itself is read as http.client reads it, or not at all."""
     data = _head(status, *headers) + body
     found = _by_us(data)
     assert found is None or found == _by_http_client(data)
@@ -149,7 +149,7 @@ def test_silence_in_mid_body_is_a_timeout() -> None:
 
 
 def test_no_line_of_a_request_ends_early() -> None:
-    """A listed ETag, or a token, with a line break in it sends no header of its own."""
+    """A line break in a listed ETag or a token adds no header."""
     expected = b"GET /b/k HTTP/1.1\r\nhost: h\r\naccept-encoding: identity\r\n\r\n"
     assert request_of("/b/k", {"host": "h"}) == expected
     for value in ('"a"\r\nX-Evil: 1', '"a"\n', "a\r", '"\u03b1"'):

@@ -1,4 +1,4 @@
-"""Where lean GETs go: learnt from the URL that an object came from by botocore."""
+"""Lean GETs go to the URL that botocore used for an object."""
 
 import pytest
 

@@ -22,6 +22,6 @@ def test_keys_are_lowercase_letters_digits_and_dashes(experiment: str, expected:
 
 
 def test_no_two_experiments_have_one_key() -> None:
-    """However alike they are, and however long."""
+    """Similar and long names get different keys."""
     names = ["fit_a", "fit-a", "fit a", "Fit-a", "ä", "ö", *("x" * length for length in (99, 100))]
     assert len({key("report", name) for name in names}) == len(names)

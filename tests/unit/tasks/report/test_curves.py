@@ -10,7 +10,7 @@ from tests.support.records import columns, record
 
 
 def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
-    """Records of no samples count, equally, only where there are no others."""
+    """Records without samples count, equally, only if there are no others."""
     records = [
         record(1, 0, num_samples=1, loss=1.0),
         record(1, 1, num_samples=3, loss=5.0),
@@ -55,8 +55,7 @@ def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
 
 
 def test_nan_and_infinite_values_are_left_out_and_counted():
-    """As a picture must; the curve goes on behind them. What a newer attempt took back isn't
-    counted."""
+    """The curve continues after them, and superseded values aren't counted."""
     records = [record(1, loss=math.nan), record(2, loss=math.inf), record(3, loss=1.0)]
     found = MetricCurves(columns(records)).snapshot()
     assert (found.values, found.holes) == ({"loss": [(3, 1.0)]}, {"loss": 2})

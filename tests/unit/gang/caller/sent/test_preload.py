@@ -20,7 +20,7 @@ from prefect_torch_ddp.protocol.rank import Preload
 def test_the_callers_order_holds_at_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script's folder and its sub-folder stay before installed packages, others behind."""
+    """A script's folder and its sub-folder stay before installed packages, others after them."""
     script, below, late = tmp_path / "script", tmp_path / "script" / "flows", tmp_path / "late"
     for folder in (below, late):
         folder.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_the_callers_order_holds_at_the_ranks(
 def write_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[dict[str, str]], None]:
-    """Return what writes code by a module's path, where the interpreter finds it."""
+    """Return a function that writes code by a module's path, on the interpreter's path."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(modules: dict[str, str]) -> None:
@@ -115,7 +115,7 @@ def test_a_library_in_whose_place_the_user_has_a_module_is_not_loaded(
 
 
 def test_sources_are_read_in_threads(tmp_path: Path) -> None:
-    """As for gangs that are run at once, beside Dask, which follows the garbage collector."""
+    """Threads of several gangs read sources while Dask follows the garbage collector."""
     script = tmp_path / "deep.py"
     script.write_text(f"x = {'[' * 40}1{']' * 40}\n" * 100)
     threshold = gc.get_threshold()

@@ -33,7 +33,7 @@ def rank(
 
 
 def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None:
-    """Return who is missing in a gang that hangs; None where it doesn't hang."""
+    """Return who is missing in a gang that hangs; None if it doesn't hang."""
     stall = find_stall(ranks, LIMIT_S, from_start=from_start)
     return [one.rank for one in stall.behind] if stall is not None and stall.is_hung else None
 
@@ -160,8 +160,8 @@ AT_WORK = (Phase.SETUP, Phase.EPOCH_END, Phase.SAVING)
 def test_what_excuses_a_silence(
     ahead: RankHeartbeat, stacks: dict[int, str], missing: list[int], why: str
 ) -> None:
-    """A rank behind may wait for one ahead of it that loads, saves or validates: no hang then,
-    and where it is one, the rank waited for is named."""
+    """A lagging rank may wait for one ahead that loads, saves or validates, up to that one's
+    limit."""
     stall = find_stall((ahead, rank(1)), LIMIT_S, from_start=False)
     assert stall is not None
     answers = {number: RankStack(number, text) for number, text in stacks.items()}

@@ -102,14 +102,14 @@ def test_only_two_equal_looks_at_idle_ranks_prove_that_nobody_comes(
     ["/usr/lib/python3.11/pdb.py", "/usr/lib/python3.11/bdb.py", "/v/debugpy/server/api.py"],
 )
 def test_a_debugger_is_seen(path: str) -> None:
-    """In any thread; a user's own `my_pdb.py` is none, nor is a folder of proteins."""
+    """A debugger is seen in any thread, but `my_pdb.py` or a folder of proteins is none."""
     assert is_debugged(f'Thread 0x1 (most recent call first):\n  File "{path}", line 3 in x\n')
     for mine in ("/home/me/my_pdb.py", "/srv/datasets/pdb/parse.py", "/home/me/pdb.py"):
         assert not is_debugged(f'  File "{mine}", line 3 in x\n')
 
 
 def test_a_rank_whose_main_thread_was_left_out_proves_nothing() -> None:
-    """Faulthandler writes 100 threads, the newest first; another one isn't taken for the main."""
+    """With over 100 threads faulthandler leaves the main one out, and no other counts as main."""
     (helper,) = ['Thread 0x1 (most recent call first):\n  File "/home/me/x.py", line 3 in x\n']
     text = 100 * helper + "...\n"
     assert main_thread(text) == []

@@ -145,7 +145,7 @@ def test_no_epoch_ends_where_steps_are_counted(tmp_path: Path) -> None:
 def test_a_call_that_has_become_another_one_begins_from_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, counted_first: bool
 ) -> None:
-    """Code that had a loader and has none, or the other way round, is told of."""
+    """A warning says that the code gained or lost a loader."""
 
     def steps(ctx: RankContext, *, counted: bool) -> Any:
         return ctx.steps(total=4) if counted else steps_over(ctx, 4)

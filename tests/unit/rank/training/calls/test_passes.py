@@ -47,7 +47,7 @@ def test_a_loader_of_others_is_gone_over_again_and_again(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("calls", [{}, {"first": 2, "second": 4}], ids=["one call", "two calls"])
 def test_a_loader_with_a_state_resumes_exactly(tmp_path: Path, calls: dict[str, int]) -> None:
-    """At each step, also at a pass's end, where a call has ended, and in a later call."""
+    """A loader resumes at each step, at a pass's end, after a call and in a later call."""
     whole = go_over(tmp_path / "whole", **calls)
     for dies_at in (1, 3, 4, 6):
         with pytest.raises(InterruptedError):

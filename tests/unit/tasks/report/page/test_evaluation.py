@@ -91,7 +91,7 @@ def test_the_picture_is_legible_and_small(num: int) -> None:
 
 
 def test_counts_stand_only_where_they_can_be_read() -> None:
-    """In a cell of its own size; those that are too long are rounded."""
+    """A count is shown if it fits its cell, and a long one is rounded."""
     million = report([[1_234_567, 1], [2, 3]], "ab")
     assert {"1235k", "1", "2", "3"} <= set(words(picture(confusion_table(million))))
     many = report(noisy(50), [f"c{i}" for i in range(50)])

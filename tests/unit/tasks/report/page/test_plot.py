@@ -93,7 +93,7 @@ def test_a_curve_goes_where_its_values_say() -> None:
 
 
 def test_curves_of_one_quantity_share_a_panel_with_a_legend() -> None:
-    """Training and validation together, whatever else has a panel of its own."""
+    """Training and validation share a panel, and other quantities have theirs."""
     assert titles(drawn({"loss": LOSS, "accuracy": VALIDATION})) == ["loss", "accuracy"]
     shared = drawn({"train/loss": LOSS, "val_loss": VALIDATION})
     assert titles(shared) == ["loss"]
@@ -123,7 +123,7 @@ def test_what_has_no_room_is_named() -> None:
 
 
 def test_attempts_that_resumed_are_marked() -> None:
-    """By a line where they began, in each panel; words that would overlap are left out."""
+    """Each panel has a line where an attempt began, without overlapping words."""
     values = {"loss": LOSS, "accuracy": VALIDATION}
     svg = drawn(values, resumes={2: 400, 3: 410, 4: 1200, 5: 9999})
     assert len(lines(svg, RESUMED)) == 6
@@ -134,7 +134,7 @@ def test_attempts_that_resumed_are_marked() -> None:
     ("ends", "fewest", "most"), [(EPOCH_ENDS, 9, 9), (range(10, 1500, 10), 6, 12), ([1500], 0, 0)]
 )
 def test_epochs_are_marked_and_many_make_no_wall(ends, fewest: int, most: int) -> None:
-    """Every so many epochs where there are many; not where the picture ends anyway."""
+    """Many epochs have a mark only every so often, and none at the picture's end."""
     marks = lines(drawn({"loss": LOSS}, list(ends)), PALE)[1:]
     assert fewest <= sum(path.count("M") for path in marks) <= most
 
@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_left_out(hole: float) -> None:
     ],
 )
 def test_any_finite_values_are_drawn(values: list[float]) -> None:
-    """Huge, tiny or close together; few ticks, and not two alike."""
+    """Huge, tiny and close values have few ticks, all different."""
     svg = drawn({"loss": list(enumerate(values))})
     assert len(points_of(svg)) == len(values)
     ticks = [text for text in texts(svg) if text not in ("loss", "step")]

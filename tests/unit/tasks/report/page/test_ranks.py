@@ -58,7 +58,7 @@ def test_a_rank_that_becomes_slow_late_is_named() -> None:
 
 
 def test_the_wall_time_is_laid_out_by_size() -> None:
-    """With the share that counts; nothing where nothing is known."""
+    """The table has the useful share, and nothing if no time is known."""
     goodput = Goodput(run_id="run", num_attempts=2, wall_s=100.0, steps_s=60.0, redone_s=40.0)
     shown = page_of(goodput=goodput)
     assert "**60 %** of 1 min 40 s, in 2 attempts, went into useful steps." in shown

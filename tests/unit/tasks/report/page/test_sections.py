@@ -84,7 +84,7 @@ def test_the_report_has_all_that_a_reader_asks_for():
     ],
 )
 def test_the_title_is_the_tasks_name_with_its_whole_run_key(experiment: str, title: str):
-    """Whatever stands in the key."""
+    """The key may contain any character."""
     page = page_of(record=RECORD.model_copy(update={"experiment": experiment}))
     assert page.startswith(f"# {title}: training")
 
