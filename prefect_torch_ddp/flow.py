@@ -14,7 +14,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import TaskCancelled
+from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
@@ -62,6 +62,10 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """
     try:
         return _run(Run.from_params(params))
+    except PrefectTorchDdpError as error:
+        # Its text says what is wrong; Prefect, Dask and this package would add 40 lines of frames.
+        get_run_logger().debug("raised by these calls:", exc_info=error)
+        raise error.with_traceback(None)  # noqa: B904 - it is the same error
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
         state: Any = Cancelled(message=why)  # Prefect takes a state for what it is

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
@@ -13,6 +14,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -21,6 +24,7 @@ from typing_extensions import TypedDict  # what Prefect's are, to be joined with
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.form import arrange
 from prefect_torch_ddp.protocol.rank import Backend, Launcher
+from prefect_torch_ddp.refusals import with_near_names
 
 Determinism = Literal["default", "elastic"]
 Count = Annotated[int, Field(ge=1)]
@@ -48,6 +52,16 @@ class Params(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=arrange
     )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_the_near_one(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return check(given)
+        except ValidationError as error:
+            if any(fault["type"] == "extra_forbidden" for fault in error.errors()):
+                raise with_near_names(error, cls) from None
+            raise
 
 
 class GangOptions(TypedDict, total=False):
@@ -321,6 +335,14 @@ class TrainParams(ContextParams):
             raise ValueError(msg)
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
             hint = "write it as package.module or package.module:object"
+            if "/" in self.workload:
+                file = PurePath(self.workload.removesuffix(".py"))
+                is_below = not {"/", "..", "~"} & set(file.parts)
+                hint = (
+                    f"change to its folder, {file.parent}, and give its module's name, {file.name}"
+                )
+                if is_below:
+                    hint = f"give its module's name: {'.'.join(file.parts)}"
             msg = f"workload is {self.workload!r}; {hint}"
             raise ValueError(msg)
         return self

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 
 def in_words(error: ValidationError, model: type[BaseModel]) -> str:
@@ -17,6 +17,23 @@ def unknown(name: str, known: Iterable[str]) -> str:
     """Return that there is no such option, and which one is near: `did you mean epochs?`."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
+
+
+def with_near_names(error: ValidationError, model: type[BaseModel]) -> ValidationError:
+    """Return the error with, for each field that the model doesn't have, the one that is near.
+
+    An unknown field of a model within the model was worded there.
+    """
+
+    def reworded(fault: ErrorDetails) -> InitErrorDetails:
+        text, places = fault["msg"], fault["loc"]
+        if fault["type"] == "extra_forbidden" and len(places) == 1:
+            text = unknown(str(places[0]), model.model_fields)
+        kind = PydanticCustomError(fault["type"], text, fault.get("ctx"))
+        return InitErrorDetails(type=kind, loc=places, input=fault["input"])
+
+    faults = [reworded(fault) for fault in error.errors()]
+    return ValidationError.from_exception_data(error.title, faults)
 
 
 def _fault(details: ErrorDetails, model: type[BaseModel]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from prefect_torch_ddp.cli.doctor import doctor
-from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, in_few_lines, is_cancel
+from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, is_cancel
 from prefect_torch_ddp.cli.runs import metrics, runs, show
 from prefect_torch_ddp.cli.script import run_script
 from prefect_torch_ddp.cli.training import resume, train
@@ -57,6 +57,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     try:
         app(given, prog_name=NAME)
     except PrefectTorchDdpError as error:
+        from prefect_torch_ddp.tasks.watch.frames import in_few_lines
+
         print(f"{NAME}: {in_few_lines(error)}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except BaseException as error:

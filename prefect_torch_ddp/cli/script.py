@@ -64,7 +64,6 @@ def run_script(
     os.environ["PREFECT_API_URL"] = find_or_start_server()
     from prefect_dask import DaskTaskRunner
 
-    from prefect_torch_ddp.cli.failures import quiet_frames
     from prefect_torch_ddp.tasks.ddp_script import ddp_script
     from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
@@ -83,7 +82,6 @@ def run_script(
     else:
         shape = {"n_workers": ranks // each, "ranks_per_worker": each}
         runner = DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs=shape)
-    quiet_frames()
     run_as_flow(task, runner)
 
 

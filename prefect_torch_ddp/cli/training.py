@@ -153,8 +153,6 @@ def _use_server() -> None:
 
 def _trained(params: "TrainParams") -> "TrainReport":
     _use_server()
-    from prefect_torch_ddp.cli.failures import quiet_frames
     from prefect_torch_ddp.flow import train_flow
 
-    quiet_frames()
     return train_flow(params)

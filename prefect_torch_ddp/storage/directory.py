@@ -4,6 +4,8 @@ import errno
 import fcntl
 import mmap
 import os
+import pwd
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ find pages there for 200 MB takes 60 to 350 ms of a processor, which a training 
 NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _RIGHTS = "give this user the right to do so, or choose another storage"
+NO_RIGHTS = (errno.EACCES, errno.EPERM)
 _FILE_IN_THE_WAY = "a file stands where a folder is needed: rename it, or choose another storage"
 WAYS_OUT = {
     errno.EACCES: _RIGHTS,
@@ -238,8 +241,28 @@ def _explained(verb: str, path: Path) -> Iterator[None]:
             msg = f"there is no {path}"
             raise ObjectNotFoundError(msg) from error
         way_out = WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
+        if error.errno in NO_RIGHTS:
+            way_out += f"; {_whose(path)}"
         msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
         raise StorageError(msg) from error
+
+
+def _whose(path: Path) -> str:
+    """Say to whom a path belongs, or the nearest folder above it that is there, and who asks."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            found = place.lstat()
+            rights = f"{stat.filemode(found.st_mode)}, user {_user(found.st_uid)}"
+            return f"{place} has {rights}, and this process is user {_user(os.geteuid())}"
+    return f"this process is user {_user(os.geteuid())}"
+
+
+def _user(number: int) -> str:
+    """Return a user's name, or the number if this machine doesn't know the user."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def _read_part(path: Path, part: ObjectPart) -> bytes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 import distributed
+from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 from prefect import Task
@@ -41,6 +42,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
+from prefect_torch_ddp.tasks.watch.frames import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
 
@@ -55,6 +57,7 @@ LOOK_S = 10.0
 CONNECT_POLL_S = 0.02
 
 allow_slow_start()  # here: a flow starts its server before any code of ours runs
+quiet_frames()
 
 
 @atexit.register
@@ -165,6 +168,11 @@ def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
         runner.cluster_kwargs = dict(cluster.cluster_kwargs)
         return
     runner.cluster_class = local_cluster
+    if params.world_size > CPU_COUNT:
+        get_run_logger().warning(
+            "%d ranks share the %d cores of this machine, so each step takes longer than with %d",
+            *(params.world_size, CPU_COUNT, CPU_COUNT),
+        )
     ranks_each = params.ranks_per_worker or 1
     num_workers = num_workers_needed(params.world_size, ranks_each)
     shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import symtable
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,37 @@ def read_workload(reference: str) -> WorkloadSource:
         defines = f"{needs}; {path.name} defines {there or 'no function'}"
         msg = f"workload {reference!r} has no {kind}{missing}: {defines}"
         raise InvalidParamsError(msg)
+    _check_arguments(found)
     return found
+
+
+def _check_arguments(workload: WorkloadSource) -> None:
+    """Refuse plain functions that can't be called with a RankContext and nothing else."""
+    body = workload.tree.body
+    if workload.object_name is not None:
+        found = [node for node in body if _is_plain_class(node, workload.object_name)]
+        body = [part for node in found[-1:] if isinstance(node, ast.ClassDef) for part in node.body]
+    plain = {node.name: node for node in body if isinstance(node, Functions)}  # the last one counts
+    for name in FUNCTIONS:
+        function = plain.get(name)
+        if function is None or function.decorator_list:
+            continue
+        if what := _misfit_of(function.args):
+            msg = f"{name} of workload {workload.name!r} {what}: write `def {name}(ctx):`"
+            raise InvalidParamsError(msg)
+
+
+def _misfit_of(takes: ast.arguments) -> str:
+    """Return why a call with one argument would fail; empty if it wouldn't."""
+    places = [arg.arg for arg in (*takes.posonlyargs, *takes.args)]
+    named = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+    required = places[1 : len(places) - len(takes.defaults)]
+    required += [arg.arg for arg, default in named if default is None]
+    if not places and takes.vararg is None:
+        return "takes no argument, and is given a RankContext"
+    if required:
+        return f"takes {', '.join(required)} too; options are in ctx.options"
+    return ""
 
 
 def _bound_in(scope: symtable.SymbolTable) -> set[str]:
@@ -252,10 +283,25 @@ def path_of(module_name: str, reference: str) -> Path:
         msg = f"workload {reference!r} can't be found: {error}; {needs}"
         raise InvalidParamsError(msg) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        hint = "write it as package.module, and install it"
+        hint = _where_it_may_be(module_name)
         msg = f"workload {reference!r} can't be found: no module {module_name}; {hint}"
         raise InvalidParamsError(msg)
     return Path(spec.origin)
+
+
+def _where_it_may_be(module_name: str) -> str:
+    """Return how to have a module found: its file nearby, or where it is looked for."""
+    here, name = Path.cwd(), module_name.rpartition(".")[2]
+    nearby = [*here.glob(f"{name}.py"), *here.glob(f"*/{name}.py"), here.parent / f"{name}.py"]
+    for file in filter(Path.is_file, nearby):
+        if file.parent == here.parent:
+            return f"it is in {file.parent}: change to that folder"
+        if file.parent == here and str(here) not in sys.path:
+            return f"it is in {here}, which isn't on Python's path: set PYTHONPATH=."
+        given = ".".join(file.relative_to(here).with_suffix("").parts)
+        if given != module_name:
+            return f"did you mean {given}?"
+    return f"looked for in {here} and among what is installed; write it as package.module"
 
 
 def _digest(text: str) -> str:

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
+from dask.system import CPU_COUNT
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
     ClusterParams,
@@ -13,6 +18,8 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
+from prefect_torch_ddp.tasks.cluster import _configure, _runner
+from tests.support.runs import wait_until_said
 
 NOBODY = "tcp://127.0.0.1:1"
 NO_CLASS = ClusterParams(cluster_class="no_such.Cluster")
@@ -56,7 +63,7 @@ def test_refused_before_a_process_starts(
     monkeypatch.chdir(tmp_path)
     before = set(psutil.Process().children(recursive=True))
     error = StorageError if says == "/proc/nowhere" else InvalidParamsError
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as refused:
         train_flow(
             TrainParams(**{"workload": "tests.workloads.tiny", "storage": str(tmp_path), **params})
         )
@@ -64,3 +71,17 @@ def test_refused_before_a_process_starts(
     commands = [part for process in new for part in process.cmdline()]
     assert not [part for part in commands if "prefect_torch_ddp.rank" in part]
     assert not (tmp_path / "runs").exists()
+    assert refused.traceback[-1].name == "train_flow", "frames below say nothing more"
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_more_ranks_than_cores_are_warned_of() -> None:
+    """The run goes on: it may be a test of the code."""
+
+    @flow(task_runner=DaskTaskRunner())
+    def ask() -> UUID:
+        _configure(_runner(), TrainParams(world_size=CPU_COUNT + 1))
+        return UUID(flow_run.id)
+
+    says = f"{CPU_COUNT + 1} ranks share the {CPU_COUNT} cores of this machine"
+    wait_until_said(ask(), says)

@@ -1,5 +1,6 @@
 """What a call of `ctx.steps` goes through: epochs of a loader, or a number of steps."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.training.calls.passes import Passes
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
+
+logger = logging.getLogger(__name__)
 
 
 class Plan(Protocol):
@@ -79,7 +82,14 @@ class OverLoader:
         progress.enter_call(loop, loader.order_of, loader.global_batch_size, len(loader))
 
     def begin(self, progress: LoopProgress) -> float:
-        """Return how many steps are left."""
+        """Return how many steps are left; warn if one batch has room for more than the dataset."""
+        size, num_samples = self.batches.global_batch_size, self.batches.num_places
+        if size > num_samples and self.loader.rank == 0 and progress.step == 0:
+            logger.warning(
+                "global_batch_size is %d and the dataset has %d samples: each epoch is a single "
+                "step on all of them; choose a global_batch_size below %d for more steps",
+                *(size, num_samples, num_samples),
+            )
         if self.total < math.inf:
             return progress.begin_counted(self.total)
         return progress.begin_loop(self.epochs, len(self.loader))

@@ -215,3 +215,19 @@ def test_a_counted_loop_that_was_left_is_continued_by_the_next_call(tmp_path: Pa
 
     assert train() == [1, 2, 3, 4]
     assert train() == []
+
+
+@pytest.mark.parametrize(("size", "says"), [(8, 0), (9, 1)], ids=["as large", "larger"])
+def test_a_batch_larger_than_the_dataset_is_warned_of(
+    caplog: pytest.LogCaptureFixture, size: int, says: int
+) -> None:
+    """Once, though each epoch may be a call of its own: it is then a single step."""
+    with RankContext.local() as ctx, caplog.at_level(logging.WARNING):
+        loader = ctx.loader(TensorDataset(torch.zeros(8, 1)), global_batch_size=size)
+        for _ in range(2):
+            assert len(list(ctx.steps(loader, epochs=1))) == 1
+    lines = [line for line in caplog.messages if "global_batch_size is" in line]
+    assert len(lines) == says
+    assert all(
+        "is 9 and the dataset has 8 samples: each epoch is a single" in line for line in lines
+    )

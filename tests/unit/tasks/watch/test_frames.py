@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefect_torch_ddp import InvalidParamsError
-from prefect_torch_ddp.cli.failures import WithoutFrames, users_frames
+from prefect_torch_ddp.tasks.watch.frames import WithoutFrames, users_frames
 
 TRACEBACK = f"""Traceback (most recent call last):
   File "{torch.__file__}", line 1, in call
