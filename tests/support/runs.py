@@ -65,7 +65,7 @@ def logs_of(flow_run_id: UUID) -> list[Log]:
 def report_of(flow_run_id: UUID) -> str:
     """Return the page of a flow run's only training as it is now; empty where there is none."""
     found = artifacts_of(flow_run_id)
-    pages = [str(one.data) for name, one in found.items() if name.startswith("report-")]
+    pages = [str(one.data) for name, one in found.items() if name.endswith("-report")]
     assert len(pages) <= 1, found.keys()
     return "".join(pages)
 

@@ -20,18 +20,36 @@ from prefect_torch_ddp.tasks.report.page.headline import RunView, about
 from prefect_torch_ddp.tasks.report.page.runs import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 
-MAX_KEY_NAME = 80
+MAX_KEY_NAME = 60
+FLOW = "train-ddp"
+EXAMPLES = ("digits",)
+EXAMPLE_FOLDER = "prefect_torch_ddp.examples."
 ArtifactType = Literal["markdown", "progress"]
 
 
 def key(kind: str, experiment: str) -> str:
-    """Return the key of an experiment's artifact: lowercase letters, digits and dashes alone.
+    """Return the key of an experiment's artifact: `digits-nightly-report`.
 
-    A name that isn't its own key gets a digest, so that no two names have one key.
+    That is the workload or task without its package, the deployment or flow, and the kind, in
+    lowercase letters, digits and dashes. A digest is added where another experiment may have the
+    same short name, so that no two have one key.
     """
-    plain = re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-")[:MAX_KEY_NAME]
+    names = experiment.split("/")
+    is_ours = names[0] == FLOW and len(names) in (2, 3)
+    last = names[-1].rpartition(".")[2]
+    others = names[1:-1] if is_ours else names[:-1]
+    short = "-".join([last, *others[:1]])
+    plain = re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-")
     digest = hashlib.sha256(experiment.encode(errors="replace")).hexdigest()[:6]
-    return "-".join([kind, *filter(None, [plain, "" if plain == experiment else digest])])
+    alone = is_ours and plain == short and len(plain) <= MAX_KEY_NAME and _names_its_own(names[-1])
+    return "-".join(filter(None, [plain[:MAX_KEY_NAME].strip("-"), "" if alone else digest, kind]))
+
+
+def _names_its_own(workload: str) -> bool:
+    """Tell whether no other workload has the same short name, which then has no dash either."""
+    if workload.startswith(EXAMPLE_FOLDER):
+        return workload.removeprefix(EXAMPLE_FOLDER) in EXAMPLES
+    return re.fullmatch(r"[a-z0-9]+", workload) is not None and workload not in EXAMPLES
 
 
 def put_page(writer: "ArtifactWriter", view: RunView) -> None:
@@ -43,7 +61,8 @@ def put_page(writer: "ArtifactWriter", view: RunView) -> None:
 def put_runs(writer: "ArtifactWriter", view: RunView) -> None:
     """Show the last runs of a run's experiment."""
     runs, experiment = render_runs([view.record, *view.earlier], view.links), view.record.experiment
-    writer.put("markdown", key("runs", experiment), runs, f"The last runs of {text(experiment)}")
+    says = f"{about(view)}: the last runs of {text(experiment)}"
+    writer.put("markdown", key("runs", experiment), runs, says)
 
 
 def ui_url() -> str:

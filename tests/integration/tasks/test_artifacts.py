@@ -302,6 +302,8 @@ def test_publish_shows_the_whole_run_and_a_ledger_that_is_not_clean_is_an_error(
         key("runs", EXPERIMENT): "markdown",
     }
     file = shelf.read(f"runs/{RUN}/report.html").decode()
+    described = f"accuracy 87.50 %, loss 0.25, 8 samples · finished · run {RUN}"
+    assert all(str(each.description).startswith(described) for each in shown.values())
     assert published.report_uri == f"{shelf.uri}/runs/{RUN}/report.html"
     for words in ("accuracy 87.50 %, loss 0.25, 8 samples", "<td", "data:image/svg+xml;base64,"):
         assert words in file

@@ -311,7 +311,7 @@ def test_a_retry_resumes_and_each_training_has_a_page_of_its_own(
 def check_pages(made: list[Artifact]) -> None:
     """Expect those of a training that was tried again, of one that ran through, and of one that
     failed, each with its own numbers."""
-    pages = [str(one.data) for one in made if str(one.key).startswith("report-")]
+    pages = [str(one.data) for one in made if str(one.key).endswith("-report")]
     lines = [str(one.description) for one in made if one.type == "progress"]
     keys = [one.key for one in made]
     made_by_task = (key("report", f"trains/{fit.__module__}/{name}") for name in ("fit", "doomed"))

@@ -76,8 +76,9 @@ def standing(view: RunView) -> str:
 
 
 def about(view: RunView) -> str:
-    """Say in a line which run a page is of, its state and its score."""
-    return f"Run {view.record.run_id}, {view.training.status}: {standing(view)}"
+    """Say in a line its score or where it is, its state, and which run a page is of."""
+    parts = standing(view), view.training.status, f"run {view.record.run_id}"
+    return " · ".join(filter(None, parts))
 
 
 def cause(view: RunView) -> str:

@@ -1,4 +1,4 @@
-"""The keys of artifacts, which Prefect wants to be plain."""
+"""The keys of artifacts, which Prefect wants to be plain, and people short."""
 
 import re
 
@@ -6,22 +6,55 @@ import pytest
 
 from prefect_torch_ddp.tasks.report.artifacts import key
 
+DIGITS = "prefect_torch_ddp.examples.digits"
+
 
 @pytest.mark.parametrize(
     ("experiment", "expected"),
     [
-        ("fit", "report-fit"),
-        ("train-ddp tests.workloads.tiny", "report-train-ddp-tests-workloads-tiny-"),
-        ("ä", "report-"),
+        (f"train-ddp/nightly/{DIGITS}", "digits-nightly-report"),
+        (f"train-ddp/{DIGITS}", "digits-report"),
+        ("train-ddp/big-nightly/birds", "birds-big-nightly-report"),
+        ("train-ddp/nightly/flows.land_use", "land-use-nightly-DIGEST-report"),
+        ("train-ddp/nightly/digits", "digits-nightly-DIGEST-report"),
+        ("line/__main__/fit", "fit-line-DIGEST-report"),
+        ("my flow/nightly/tasks.fits/fit:fold 1", "fit-fold-1-my-flow-DIGEST-report"),
+        ("fit", "fit-DIGEST-report"),
+        ("\xe4", "DIGEST-report"),
     ],
 )
-def test_keys_are_lowercase_letters_digits_and_dashes(experiment: str, expected: str) -> None:
-    """Whatever the name holds; a name that isn't its own key gets a digest."""
-    made = key("report", experiment)
-    assert re.fullmatch(expected + "[0-9a-f]{6}" * expected.endswith("-"), made)
+def test_a_key_is_the_short_name_and_the_kind(experiment: str, expected: str) -> None:
+    """The workload, the deployment or flow; a digest where more than one experiment may be so
+    called. Lowercase letters, digits and dashes, whatever the name holds."""
+    assert re.fullmatch(expected.replace("DIGEST", "[0-9a-f]{6}"), key("report", experiment))
 
 
 def test_no_two_experiments_have_one_key() -> None:
-    """Similar and long names get different keys."""
-    names = ["fit_a", "fit-a", "fit a", "Fit-a", "ä", "ö", *("x" * length for length in (99, 100))]
-    assert len({key("report", name) for name in names}) == len(names)
+    """However alike they are, and however long."""
+    ends = [
+        "fit_a",
+        "fit-a",
+        "fit a",
+        "Fit-a",
+        "a.fit",
+        "b.fit",
+        "fit",
+        "\xe4",
+        "\xf6",
+        DIGITS,
+        "digits",
+    ]
+    ends += ["x" * length for length in (59, 60, 61, 99, 100)]
+    names = [
+        f"{begin}{end}" for begin in ("", "train-ddp/", "train-ddp/a/", "other/") for end in ends
+    ]
+    names += [
+        "train-ddp/a/b",
+        "train-ddp/a-b",
+        "train-ddp/b-c/a",
+        "train-ddp/b/a-c",
+        "train-ddp/b-/a",
+    ]
+    made = [key("report", name) for name in names]
+    assert len(set(made)) == len(names)
+    assert all(len(each) < 80 and re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", each) for each in made)
