@@ -1,4 +1,4 @@
-"""What a checkpoint of 300 MB costs a training on two ranks, beside torch.save and
+"""What a checkpoint of 300 MB costs a training on two ranks, compared with torch.save and
 dcp.async_save; how fast it is read back."""
 
 import os
@@ -64,7 +64,7 @@ def evict(paths: Sequence[Path]) -> None:
 
 def test_verify_and_load(tmp_path: Path) -> None:
     """Print how fast 300 MB get back into a model and its optimizer, from the disk and from
-    memory, beside only reading them."""
+    memory, compared with only reading them."""
     objects = trained()
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
         ctx.track(**objects)

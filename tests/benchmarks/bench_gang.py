@@ -1,4 +1,4 @@
-"""How long a gang takes to start, to fail and to start again, beside torchrun."""
+"""How long a gang takes to start, to fail and to start again, compared with torchrun."""
 
 import inspect
 import re

@@ -1,9 +1,7 @@
-"""How fast images in a bucket are read, beside a local disk: a static file server and Ceph, 0
-and 20 ms away; how much processor time a GET takes.
-
-PTD_BENCH_ROUNDS and PTD_BENCH_IMAGES make it shorter or longer. The dataset, its client, its
-loader processes and its cache are new in each round.
-"""
+"""How fast images in a bucket are read, compared with a local disk: a static file server and
+Ceph, 0 and 20 ms away; how much processor time a GET takes. PTD_BENCH_ROUNDS and
+PTD_BENCH_IMAGES make it shorter or longer. The dataset, its client, its loader processes
+and its cache are new in each round."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""What people run: the whole of train_flow, beside the same training under torchrun."""
+"""What people run: the whole of train_flow, compared with the same training under torchrun."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ def run_torchrun(data: Path, times: Path) -> Job:
 
 
 def run_fresh(storage: Path, times: Path) -> Job:
-    """Run the flow in a process of its own, which starts its cluster."""
+    """Run the flow in a new process, which starts its cluster."""
     began = time.time()
     command = [sys.executable, "-m", job_flow.__name__, str(storage), str(times)]
     called, _ = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)

@@ -1,4 +1,4 @@
-"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler."""
+"""How fast a RankLoader is, compared with torch's DataLoader with a DistributedSampler."""
 
 import io
 import statistics

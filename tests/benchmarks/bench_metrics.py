@@ -80,8 +80,8 @@ def peak_mb():
 
 
 def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
-    """Run code several times, each in a process of its own; return the medians of the numbers
-    that it prints. STATUS_CODE stands before it."""
+    """Run code several times, each in a new process; return the medians of the numbers that
+    it prints. STATUS_CODE precedes the code."""
     command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
     printed = [
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

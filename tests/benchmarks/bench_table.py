@@ -1,4 +1,4 @@
-"""A training on a Parquet table beside the same training on tensors in memory."""
+"""A training on a Parquet table, compared with the same training on tensors in memory."""
 
 import os
 import resource
@@ -50,7 +50,8 @@ def in_memory(folder: Path) -> TensorDataset:
 
 
 class Training:
-    """A three-layer perceptron, which takes so many steps at a time and goes on where it was."""
+    """A three-layer perceptron, which makes a number of steps at a time and continues from
+    there."""
 
     def __init__(self, dataset: Any, batch_size: int, hidden: int) -> None:
         sizes = (NUM_COLUMNS - 1, hidden, hidden, 1)

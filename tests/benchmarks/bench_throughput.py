@@ -1,10 +1,7 @@
-"""How fast steps are once a training runs, beside torchrun with the same code; and what Dask
-and the agents burn meanwhile.
-
-The trainings live side by side and train in turns of about a second; whoever has no turn is
-stopped with all its processes, by SIGSTOP. A turn's ratio compares blocks that are seconds
-apart, and the median of many is reported.
-"""
+"""How fast steps are once a training runs, compared with torchrun and the same code; and how
+much processor time Dask and the agents use meanwhile. The trainings take turns of about a
+second; the others are stopped with all their processes, by SIGSTOP. A turn's ratio
+compares blocks that are seconds apart, and the median of many is reported."""
 
 import json
 import os
@@ -80,8 +77,8 @@ class Trainer:
             (process.suspend if stop else process.resume)()
 
     def _dask_s(self) -> float:
-        """Return the seconds of processor time of all that doesn't train: caller, scheduler,
-        nannies, workers."""
+        """Return the seconds of processor time of everything that doesn't train: caller,
+        scheduler, nannies, workers."""
         times = [
             process.cpu_times()
             for process in self._processes()

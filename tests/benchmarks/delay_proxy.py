@@ -1,4 +1,4 @@
-"""A proxy that lets every request wait: a process of its own that costs little CPU.
+"""A proxy that delays every request: a separate process that costs little CPU.
 
 Prints its port, ends with its stdin.
 """

@@ -32,7 +32,7 @@ SECRETS_OF_NOBODY = ("key", "secret")
 
 @dataclass(frozen=True)
 class Server:
-    """Where the images are, without the proxy."""
+    """The server of the images, without the proxy."""
 
     name: str
     port: int

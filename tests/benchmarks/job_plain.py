@@ -17,7 +17,7 @@ from prefect_torch_ddp.examples import digits
 
 
 def train(data: Path, times_file: Path) -> None:
-    """Train with torch alone, as its tutorials do."""
+    """Train with only torch, as its tutorials do."""
     dist.init_process_group("gloo")
     rank, options = dist.get_rank(), digits.Options()
     torch.manual_seed(0)

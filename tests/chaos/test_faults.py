@@ -1,6 +1,8 @@
-"""The caller learns the root cause, whatever strikes a rank and wherever its peers are. The faults
-are drawn from a seed. A failure shows it in the test's name; `make chaos SEED=<seed> ARGS="-k
-<name>"` runs that fault again."""
+"""The caller learns the root cause, whatever strikes a rank and wherever its peers are.
+
+The faults are drawn from a seed. A failure shows it in the test's name; `make chaos SEED=<seed>
+ARGS="-k <name>"` runs that fault again.
+"""
 
 from operator import attrgetter
 from pathlib import Path

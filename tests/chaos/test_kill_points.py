@@ -1,7 +1,9 @@
-"""A training ends as if it had not been killed, wherever the kill strikes. It has the same bits in
-everything tracked, each sample once an epoch and every record, and no remains of what was
-interrupted. The kill points are drawn from a seed. A failure shows it in the test's name; `make
-chaos SEED=<seed> ARGS="-k <name>"` runs that point again."""
+"""A training ends as if it had not been killed, wherever the kill strikes.
+
+It has the same bits in everything tracked, each sample once an epoch and every record, and no
+remains of what was interrupted. The kill points are drawn from a seed. A failure shows it in
+the test's name; `make chaos SEED=<seed> ARGS="-k <name>"` runs that point again.
+"""
 
 from collections.abc import Callable
 from operator import attrgetter

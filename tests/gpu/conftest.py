@@ -8,7 +8,7 @@ from distributed import Client, LocalCluster
 
 @pytest.fixture(autouse=True, scope="session")
 def num_gpus() -> int:
-    """Return how many CUDA devices torch sees; skip where it sees none."""
+    """Return how many CUDA devices torch sees; skip if it sees none."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,5 +1,4 @@
-"""What runs in ranks on CUDA devices: functions that tell where they are, and a small
-workload."""
+"""Functions that run in ranks on CUDA devices and report their place, and a small workload."""
 
 import os
 import signal
@@ -39,7 +38,7 @@ def where() -> dict[str, Any]:
 
 
 def all_reduce_on_cuda() -> tuple[str, float]:
-    """All-reduce a CUDA tensor where NCCL was asked for alone."""
+    """All-reduce a CUDA tensor with only NCCL."""
     import torch.distributed as dist
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -26,8 +26,7 @@ from tests.support.waiting import HANG_S
 
 
 class KilledError(BaseException):
-    """Ends an attempt where it stands, as SIGKILL does: nothing of it is asked of the storage
-    any more."""
+    """Ends an attempt at once, as SIGKILL does: it makes no further request to the storage."""
 
 
 class Turns:

@@ -77,7 +77,7 @@ class Page:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Run a browser with its profile in a folder; skips the test where there is none."""
+    """Run a browser with its profile in a folder; skip the test if no browser is installed."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("needs Debian's chromium: apt-get install chromium")

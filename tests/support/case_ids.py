@@ -1,6 +1,6 @@
-"""Ids of parametrised cases: each says what its case is, `world_size=2` or `sleep`, not `how1`.
+"""Ids of parametrised cases: each describes its case, `world_size=2` or `sleep`, not `how1`.
 
-A case whose values say nothing by themselves still names its `ids` where it is written.
+If the values don't describe a case, the test passes `ids`.
 """
 
 import enum
@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Return what pytest shows for a value; None where it has nothing better than a number."""
+    """Return what pytest shows for a value; None for a value that has only a number."""
     shown: str | None = None
     match val:
         case enum.Enum():

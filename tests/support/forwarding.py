@@ -1,5 +1,4 @@
-"""A real storage behind the protocol's questions alone, for tests that change one of the
-answers."""
+"""A real storage seen only through the protocol, for tests that change one of the answers."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -71,7 +70,8 @@ class WatchedStorage(ForwardingStorage):
 
 
 class MoodyStorage(ForwardingStorage):
-    """The same, where a conditional write waits until it may go on, and fails as its mood is."""
+    """The same, but a conditional write waits until it is released, and then fails as its
+    mood says."""
 
     def __init__(self, inner: Path, mood: Literal["well", "refuses", "loses answers"]) -> None:
         super().__init__(inner)

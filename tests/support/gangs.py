@@ -1,4 +1,4 @@
-"""Gangs for tests: clusters of their own, gangs in a thread, and what their ranks left."""
+"""Gangs for tests: separate clusters, gangs in a thread, and what their ranks left."""
 
 import contextlib
 import os
@@ -87,7 +87,7 @@ def sleeping_gang(
 
 
 def call_sleeping_gang(address: str, folder: str) -> None:
-    """Run one as a caller of its own, in a process that needs no torch."""
+    """Run a gang as a separate caller, in a process that needs no torch."""
     with Client(address) as client:
         run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
 

@@ -65,8 +65,8 @@ class Chance(random.Random):
 
 
 def every_kill_point(seed: int) -> list[KillPoint]:
-    """Draw the kill points: each kind on a directory and on S3, those of file systems and of
-    wires where they belong."""
+    """Draw the kill points: each kind on a directory and on S3, and those of file systems
+    and wires on the storage that has them."""
     chance = Chance(seed)
     points: list[KillPoint] = []
     for backend in BACKENDS:

@@ -39,7 +39,7 @@ follows an object's removal."""
 
 @dataclass(frozen=True)
 class Kill:
-    """One SIGKILL, where a process of one attempt comes by for the nth time."""
+    """One SIGKILL, at the nth time that a process of one attempt passes a point."""
 
     attempt: int
     place: InTraining | InStorage
@@ -83,7 +83,7 @@ def die(folder: str, attempt: int) -> None:
 
 
 def leave_mark(folder: str, attempt: int) -> None:
-    """Leave the mark alone."""
+    """Leave the mark, and nothing else."""
     Path(folder, f"killed-{attempt}").touch()
 
 
@@ -152,7 +152,7 @@ class KillingStorage(ForwardingStorage):
 
 
 def _die_at(events: Sequence[str], folder: str, attempt: int) -> None:
-    """Have this thread die where the interpreter is about to make a system call."""
+    """Have this thread die when the interpreter is about to make a system call."""
     mine = threading.get_ident()
 
     def hook(event: str, _args: object) -> None:

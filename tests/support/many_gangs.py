@@ -78,8 +78,7 @@ class Belongings:
 
 
 def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs: int) -> None:
-    """Run that many gangs on a cluster of its own, which has run one of each before, and
-    compare."""
+    """Run that many gangs on a separate cluster, which has run one of each before, and compare."""
     with TemporaryDirectory(prefix="left-") as temporary:  # loader workers need a short path
         patch.setenv("TMPDIR", temporary)
         _run_and_compare(tmp_path, Path(temporary), num_gangs)
@@ -140,7 +139,7 @@ def _kind(fd: Path) -> str:
 
 
 def differences(before: dict[int, Belongings], after: dict[int, Belongings]) -> list[str]:
-    """Say what is there now and was not; empty where nothing is."""
+    """Return what exists now and didn't before; empty if there is nothing."""
     # A worker's fork server may have been replaced, but not become two.
     new = collections.Counter(after[pid].name for pid in after.keys() - before.keys())
     new -= collections.Counter(before[pid].name for pid in before.keys() - after.keys())

@@ -71,7 +71,7 @@ def page_of(training=None, record=RECORD, **more) -> str:
 
 
 def hostile_view(evil: str, **changes) -> RunView:
-    """Make the page of a failed run where all that users and ranks write is hostile."""
+    """Make the page of a failed run in which everything that users and ranks write is hostile."""
     record = RECORD.model_copy(
         update={
             **dict.fromkeys(["run_id", "experiment", "workload", "cause", "commit"], evil),

@@ -1,4 +1,4 @@
-"""Ports for servers that must be told theirs."""
+"""Ports for servers that can't choose one themselves."""
 
 import random
 import socket

@@ -1,4 +1,4 @@
-"""Attempts of one training that run at the same time, each in a process of its own."""
+"""Attempts of one training that run at the same time, each in a separate process."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from tests.workloads.stored import Course, race
 
 
 class Attempt:
-    """A process that trains when it is told to."""
+    """A process that trains on request."""
 
     def __init__(self, storage: Storage, course: Course) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -46,7 +46,7 @@ class Attempt:
         return False
 
     def outcome(self) -> Any:
-        """Return what `train` returned; None where the process died."""
+        """Return what `train` returned; None if the process died."""
         try:
             return self._hear()
         except EOFError:
@@ -76,7 +76,7 @@ def attempt(storage: Storage, course: Course, *, begins: bool = True) -> Iterato
 
 
 def run_to_its_end(storage: Storage, course: Course) -> Any:
-    """Train in a process of its own; return the outcome."""
+    """Train in a separate process; return the outcome."""
     with attempt(storage, course) as made:
         return made.outcome()
 

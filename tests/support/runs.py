@@ -1,4 +1,4 @@
-"""What a Prefect run left behind, read through the real API."""
+"""What a Prefect run leaves, read through the real API."""
 
 import os
 import subprocess
@@ -27,8 +27,8 @@ from tests.support.waiting import wait_until
 
 
 def steered(folder: Path, **changes: Any) -> TrainParams:
-    """Describe a training that goes on until the folder, made here, has a file `enough`: see
-    `tiny:Steered`. The storage is `store` in it; nothing is saved before the end."""
+    """Describe a training that continues until the folder, made here, has a file `enough`:
+    see `tiny:Steered`. The storage is `store` in it; nothing is saved before the end."""
     folder.mkdir(exist_ok=True)
     given = {
         "workload": "tests.workloads.tiny:Steered",
@@ -63,7 +63,7 @@ def logs_of(flow_run_id: UUID) -> list[Log]:
 
 
 def report_of(flow_run_id: UUID) -> str:
-    """Return the page of a flow run's only training as it is now; empty where there is none."""
+    """Return the page of a flow run's only training as it is now; empty if there is none."""
     found = artifacts_of(flow_run_id)
     pages = [str(one.data) for name, one in found.items() if name.endswith("-report")]
     assert len(pages) <= 1, found.keys()

@@ -82,8 +82,8 @@ class S3Conformance:
         assert "doesn't know this access key" in error_of(storage.read, "object")
 
     def test_missing_rights_are_named(self, server):
-        """A user who may only read is told which rights are needed, by the probe too, and the
-        first fault is the one told."""
+        """The error of a user who may only read names the missing rights and the first
+        fault, in the probe too."""
         owned = server.storage()
         owned.write("object", b"1")
         storage = server.storage(owned.prefix, user="reader")
@@ -113,10 +113,7 @@ class S3Conformance:
             assert re.search(r"s3://no-such-bucket/.*there is no such bucket", message)
 
     def test_a_wrong_region_is_found_or_named(self, wire, over_wire):
-        """As AWS answers; the stores at hand take any region.
-
-        Where it isn't mended by what the store says, that is told.
-        """
+        """A wrong region is corrected from the store's answer as AWS gives it, or named."""
         elsewhere = answer(400, "AuthorizationHeaderMalformed", "<Region>eu-central-1</Region>")
         wire.faults = [("PUT", elsewhere)]
         over_wire.write("object", b"x")
@@ -142,7 +139,7 @@ class S3Conformance:
         "fault", [cut_in_the_body, reset_in_the_body, truncate, change_a_byte, change_the_etag]
     )
     def test_a_damaged_answer_is_read_again(self, wire, over_wire, fault):
-        """The retries of botocore end where the body begins, and don't look at it; ours do."""
+        """Our retries cover the body of an answer, which botocore's don't."""
         data = bytes(range(256)) * 2000
         over_wire.write("object", data)
         wire.faults = [("GET", fault)] * 3
@@ -152,7 +149,7 @@ class S3Conformance:
         )  # we carry a digest of our own
 
     def test_a_body_that_always_breaks_off_is_an_error(self, wire, over_wire):
-        """Retries are bounded, and a part is never taken for the whole."""
+        """Retries are bounded, and a part never counts as the whole."""
         over_wire.write("object", b"x" * 100_000)
         storage = dataclasses.replace(over_wire, max_attempts=2)
         wire.faults = [("GET", cut_in_the_body)] * 20
@@ -188,8 +185,7 @@ class S3Conformance:
         [answer(503, "SlowDown"), answer(500, "InternalError"), answer(429, "TooManyRequests")],
     )
     def test_a_busy_store_is_asked_again(self, wire, over_wire, fault):
-        """Each operation; 503, 500 and 429 pass, and where they don't, the number of requests
-        is limited."""
+        """Each operation outlasts 503, 500 and 429, with a limited number of requests."""
         methods = ("PUT", "GET", "DELETE")
         wire.faults = [(method, fault) for method in methods]
         over_wire.write("object", b"x")
@@ -270,8 +266,8 @@ class S3Conformance:
     # ---- Uploads in parts.
 
     def test_big_objects_go_in_parts_and_come_back_whole(self, in_small_parts, wire, over_wire):
-        """Above the limit an object is uploaded in parts, and is one object; also where faults
-        hit each kind of request."""
+        """An object above the limit is uploaded in parts and is one object, also if requests
+        fail."""
         over_wire.write("big", in_small_parts)
         assert wire.count("PUT") == 3
         for faults in (
@@ -362,7 +358,8 @@ class S3Conformance:
     # ---- Listings.
 
     def test_listings_go_on_over_pages(self, storage):
-        """More than a thousand objects are all listed, in order, and what isn't a key isn't."""
+        """More than a thousand objects are all listed in sequence, without names that are no
+        keys."""
         keys = [f"many/{number:05}" for number in range(1001)]
         client = client_of(storage)
         for key in keys:

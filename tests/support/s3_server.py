@@ -38,7 +38,7 @@ class S3Server:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def storage(self, prefix: str | None = None, user: str = "owner", **changes: Any) -> S3Storage:
-        """Describe a storage, by default under a prefix of its own."""
+        """Describe a storage, by default under a new prefix."""
         key, secret = self.keys.get(user, ("anyone", "anything"))
         keys = {"access_key_id": key, "secret_access_key": secret}
         options = {"endpoint_url": self.endpoint_url} | keys | changes
@@ -57,7 +57,7 @@ class S3Server:
 
 @contextmanager
 def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
-    """Start moto in a process of its own, wait until it answers, and kill it at the end."""
+    """Start moto in a separate process, wait until it answers, and kill it at the end."""
     env = dict(os.environ)
     if checks_rights:
         env["INITIAL_NO_AUTH_ACTION_COUNT"] = str(NUM_SETUP_ACTIONS)
@@ -179,7 +179,7 @@ class Wire:
         return _Handler
 
     def fault_for(self, method: str) -> "Fault | None":
-        """Take the next fault of a method from the queue, where there is one."""
+        """Take the next fault of a method from the queue, if there is one."""
         for number, (queued, fault) in enumerate(self.faults):
             if queued == method:
                 del self.faults[number]

@@ -1,5 +1,4 @@
-"""The drawing of seeded faults and the check that the caller is told the truth about
-each."""
+"""The drawing of seeded faults, and the check that the caller learns the truth about each."""
 
 import itertools
 import os
@@ -84,8 +83,8 @@ def _draw(  # noqa: PLR0917 - what is given of a fault; the rest is drawn
 
 
 def strike(client: Client, fault: Fault, folder: Path) -> None:
-    """Run a gang that the fault strikes; assert what its caller is told, and that none of its
-    processes is left."""
+    """Run a gang that the fault strikes; assert what its caller learns, and that none of its
+    processes remains."""
     killer = threading.Thread(target=_kill_from_outside, args=(fault, folder), daemon=True)
     if fault.from_outside:
         killer.start()

@@ -21,7 +21,7 @@ def stop(process: psutil.Process) -> None:
 
 
 def end(process: psutil.Process) -> None:
-    """Kill a process, also a stopped one, and all that it has started."""
+    """Kill a process, also a stopped one, and everything that it has started."""
     everyone = [*process.children(recursive=True), process]
     for member in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -32,7 +32,7 @@ READY_S = 300.0
 
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a real Prefect server, with a home and a SQLite file of its own; give its API URL."""
+    """Run a real Prefect server with its own home and SQLite file; give its API URL."""
     with prefect_server_in(tmp_path_factory.mktemp("prefect-server")) as url:
         yield url
 
@@ -214,7 +214,7 @@ def wire(open_s3_server: "S3Server") -> "Iterator[Wire]":
 
 @pytest.fixture
 def over_wire(open_s3_server: "S3Server", wire: "Wire") -> "S3Storage":
-    """Give a storage behind the wire."""
+    """Give a storage that is reached through the wire."""
     return open_s3_server.storage(endpoint_url=wire.endpoint_url)
 
 

@@ -113,8 +113,8 @@ class StorageConformance:
         assert list(storage.list()) == []
 
     def test_write_if_absent_keeps_the_first(self, storage):
-        """The second writer is told so and changes nothing; after a delete the key is free
-        again."""
+        """The second writer learns that it lost and changes nothing; after a delete the key
+        is free again."""
         assert storage.write_if_absent("claim", b"first") is True
         assert storage.write_if_absent("claim", b"second") is False
         assert storage.read("claim") == b"first"
@@ -123,8 +123,8 @@ class StorageConformance:
         assert storage.read("claim") == b"third"
 
     def test_one_of_racing_processes_wins(self, storage):
-        """Of eight processes that write one key at once exactly one is told that it won, and
-        its content is there, whole."""
+        """Exactly one of eight racing writers of a key learns that it won, and its content
+        is complete."""
         barrier = FORK.Barrier(NUM_RACERS)
         contents = [bytes([racer]) * 300_000 for racer in range(NUM_RACERS)]
         for number in range(self.num_races):

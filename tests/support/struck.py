@@ -56,7 +56,8 @@ class _LeaveEarly(BaseException):
 
 
 class Spot:
-    """Where one rank stops and waits for the fault. Travels into forked DataLoader workers."""
+    """The point at which one rank stops and waits for the fault. Travels into forked
+    DataLoader workers."""
 
     def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
         """Take the fault, the folder in which ranks tell that they arrived, and whose spot this
@@ -136,7 +137,7 @@ class Spot:
             time.sleep(0.001)
 
     def leave_early(self) -> str:
-        """Return early, and let the peers go on to where they need this rank."""
+        """Return early, and let the peers continue until they need this rank."""
         _write(self._folder / "left", os.getpid())
         return "early"
 

@@ -20,7 +20,7 @@ PLAIN = {"CI": None, "NO_COLOR": None, "COLUMNS": None, "LINES": None, "TERM": "
 
 
 class Terminal:
-    """A script in a terminal of its own, and all that is written there."""
+    """A script in its own terminal, and everything that is written there."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", master: int) -> None:
         self.process = process

@@ -1,4 +1,5 @@
-"""What user code tracks beside models, a value; and steps over numbers, for those who need any."""
+"""A value that user code tracks in addition to models; and steps over numbers, for tests
+that need any."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -29,7 +29,7 @@ def becomes_true(condition: Callable[[], object], timeout_s: float = HANG_S) -> 
 def wait_until(
     condition: Callable[[], object], timeout_s: float = HANG_S, what: str = "the condition"
 ) -> None:
-    """Wait for a condition; fail the test where it doesn't come true."""
+    """Wait for a condition; fail the test if it doesn't come true."""
     if not becomes_true(condition, timeout_s):
         sys.stderr.writelines(_stacks_of_descendants())  # pytest shows it with the failure
         msg = f"{what} did not come true within {timeout_s:g} s"

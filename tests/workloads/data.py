@@ -43,7 +43,7 @@ def _evaluate(ctx: RankContext, dataset: Any, num_inputs: int) -> Report:
 
 
 class Indexed:
-    """Reads the raw data where it lies, from its index."""
+    """Reads the raw data in place, from its index."""
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:

@@ -106,7 +106,7 @@ def _clean_up(how: str) -> None:
 
 
 def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912 - one branch an oddity
-    """Fail on rank 1 in a way that is hard to tell of; rank 0 waits for it in a collective."""
+    """Fail on rank 1 in a way that is hard to report; rank 0 waits for it in a collective."""
     import torch.distributed as dist
 
     if dist.get_rank() != 1:
@@ -244,8 +244,8 @@ def attempt_now() -> int:
 
 
 def fail_in(attempts: list[int], how: str, folder: str) -> dict[str, Any]:
-    """Leave the parent's pid in the folder; fail on the last rank in the attempts named; else
-    return what the rank was told."""
+    """Leave the parent's pid in the folder; fail on the last rank in the attempts named;
+    else return the rank's number of restarts."""
     import torch
     import torch.distributed as dist
 

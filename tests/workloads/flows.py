@@ -1,4 +1,4 @@
-"""A flow of a user's own with a ddp_task that fails once, and a workload beside its flow: modules
+"""A user's flow with a ddp_task that fails once, and a workload next to its flow: modules
 that import Prefect at their tops. `prefect flow-run retry` loads this file."""
 
 import logging

@@ -1,4 +1,4 @@
-"""Trainings that stop to move, ones that only look so, and one that goes on for ever."""
+"""Trainings that stop moving, ones that only look so, and one that continues forever."""
 
 import ctypes
 import os
@@ -71,7 +71,7 @@ def train(ctx: RankContext, how: str, culprit: int) -> int:
 
 
 def hang(how: str) -> None:
-    """Stop to move; the line that a person must be told is in here."""
+    """Stop moving; the line that the error has to name is in here."""
     match how:
         case "sleep":
             time.sleep(LONG_S)
@@ -158,7 +158,7 @@ def plain_sleep(seconds: float, num_reports: int = 0) -> str:
 
 
 def config_in(folder: Path) -> RankConfig:
-    """Describe a training that writes no checkpoint unless it is told to, in its next attempt."""
+    """Describe a training that writes no checkpoint unless asked, in its next attempt."""
     storage, policy = DirectoryStorage(folder / "store"), CheckpointParams(every_s=None)
     return RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
 

@@ -203,8 +203,8 @@ def wait_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: s
 
 
 def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]]) -> None:
-    """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, where how is
-    the last rank's way to fail."""
+    """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, with how as the
+    last rank's way to fail."""
     fault = plan.get(ctx.attempt)
     if fault is None or ctx.step != fault["step"] or fault["how"] == "grow":
         return

@@ -1,4 +1,4 @@
-"""Trainings that are killed where a plan says, with ctx.steps and in a loop of their own."""
+"""Trainings that are killed at the points of a plan, with ctx.steps and in their own loop."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ BIG_BALLAST = 11 * 2**17
 
 @dataclass(frozen=True)
 class Plan:
-    """What the training is like, and where it is killed."""
+    """How the training runs, and at which point it is killed."""
 
     folder: str
     """For the ledger, and for a mark of each kill that was carried out."""
@@ -51,7 +51,7 @@ class Plan:
 
 
 class Executioner:
-    """Kills this process where the plan says so."""
+    """Kills this process at the point of the plan."""
 
     def __init__(self, plan: Plan, attempt: int) -> None:
         self._plan = plan
@@ -223,7 +223,7 @@ def _sha256(state: Any) -> str:
 
 
 def _parts(state: Any) -> Iterator[bytes]:
-    """Yield a nest of states as bytes, in an order of its own."""
+    """Yield a nest of states as bytes, in a fixed order."""
     if isinstance(state, torch.Tensor):
         yield state.detach().cpu().contiguous().numpy().tobytes()
     elif isinstance(state, dict):
@@ -244,8 +244,8 @@ NUM_ROUNDS = 9
 
 
 def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
-    """Train with passes of the loader, and noise and dropout from the global generators; say what
-    all that is tracked hashes to."""
+    """Train with passes of the loader, and noise and dropout from the global generators;
+    return the hash of everything tracked."""
     _die_of_long_writes()
     executioner = Executioner(plan, ctx.attempt)
     torch.manual_seed(3)

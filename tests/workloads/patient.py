@@ -1,4 +1,4 @@
-"""Healthy programs that look to a watch as if they hung: each ends well if it is left alone."""
+"""Healthy programs that look like hangs to a watch: each ends well if no watch ends it."""
 
 import ctypes
 import os
@@ -90,7 +90,7 @@ def forks_a_child_that_returns() -> str:
 
 
 def held_by_a_tracer(ctx: RankContext, folder: str) -> int:
-    """Rank 1 says its process id in step 2, and goes on once it is told to."""
+    """Rank 1 prints its process id in step 2, and continues when it is released."""
     loader = ctx.loader(TensorDataset(torch.ones(6)), global_batch_size=ctx.world_size)
     for _ in ctx.steps(loader, epochs=1):
         if ctx.rank == 1 and ctx.step == 2:
@@ -132,7 +132,7 @@ def receives_from_a_rank_ahead(ctx: RankContext, seconds: float) -> int:
 
 
 def leaves_the_loop(ctx: RankContext) -> int:
-    """Rank 0 leaves the loop by itself, and a collective follows: nobody can go on."""
+    """Rank 0 leaves the loop by itself, and a collective follows in which all ranks wait."""
     model = ctx.wrap(torch.nn.Linear(1, 1))
     loader = ctx.loader(TensorDataset(torch.ones(32, 1)), global_batch_size=4)
     for (x,) in ctx.steps(loader, epochs=1):

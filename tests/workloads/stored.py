@@ -1,4 +1,4 @@
-"""Trainings that show what is left in their storage while it fails, falls silent or stops them."""
+"""Trainings whose storage fails, falls silent or stops them, and which show what it then has."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
 """The smallest whole workload: a linear classifier of points, quick to train, that fails or
-waits where it is told to."""
+waits on request."""
 
 import os
 import signal

@@ -1,5 +1,7 @@
-"""Stand-ins for PBS's qsub, qdel and qstat, which run job scripts here as pbs_mom would. They use
-only the standard library."""
+"""Stand-ins for PBS's qsub, qdel and qstat, which run job scripts here as pbs_mom would.
+
+They use only the standard library.
+"""
 
 import os
 import shutil

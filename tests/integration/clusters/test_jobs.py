@@ -1,5 +1,7 @@
-"""Gangs and train_flow run on jobs of a real Slurm and an imitated PBS, and jobs are lost. The
-flows are those of deployments/clusters."""
+"""Gangs and train_flow run on jobs of a real Slurm and an imitated PBS, and jobs are lost.
+
+The flows are those of deployments/clusters.
+"""
 
 import logging
 import os

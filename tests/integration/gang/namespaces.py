@@ -1,6 +1,8 @@
-"""Hosts imitated by Linux network namespaces, each with its own interfaces and loopback. They have
-no names: a namespace lives as long as a file descriptor or a process holds it, so none outlives
-the tests, whatever ends them."""
+"""Hosts imitated by Linux network namespaces, each with its own interfaces and loopback.
+
+They have no names: a namespace lives as long as a file descriptor or a process holds it, so
+none outlives the tests, whatever ends them.
+"""
 
 import contextlib
 import ctypes

@@ -1,6 +1,8 @@
-"""Runs are cancelled by Ctrl-C, SIGTERM or Prefect, early, late or twice. All ranks stop
-after one step with its checkpoint, the state is Cancelled, no retry follows, and nothing
-remains."""
+"""Runs are cancelled by Ctrl-C, SIGTERM or Prefect, early, late or twice.
+
+All ranks stop after one step with its checkpoint, the state is Cancelled, no retry follows, and
+nothing remains.
+"""
 
 import os
 import re
