@@ -93,7 +93,7 @@ system-packages:
 
 # The stamps make a second call quick; a newer pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[aws]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python

@@ -32,7 +32,15 @@ def resolve_storage(reference: str) -> Storage:
         return storage_from_uri(reference)
     kind, _, name = reference.partition("/")
     class_name, convert = _KINDS[kind]
-    block = _load(from_qualified_name(class_name), kind, name)
+    try:
+        block_class = from_qualified_name(class_name)
+    except ModuleNotFoundError as error:
+        msg = (
+            f"the block {reference} needs prefect-aws, which isn't installed here: "
+            "pip install 'prefect-torch-ddp[aws]'"
+        )
+        raise InvalidParamsError(msg) from error
+    block = _load(block_class, kind, name)
     try:
         return convert(block, reference)
     except BadKeyError as error:

@@ -16,10 +16,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from prefect import Flow
 
-from prefect_torch_ddp import ClusterParams, TrainParams
+from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams
+from prefect_torch_ddp.blocks import resolve_storage
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
 OPTIONAL = {"pandas", "pyarrow", "IPython", "transformers"}
 """What an extra or a notebook brings."""
@@ -81,7 +83,7 @@ def test_constraints_satisfy_the_project() -> None:
         name.lower().replace("_", "-"): Version(version)
         for name, _, version in (pin.partition("==") for pin in PINS)
     }
-    extras = PROJECT["optional-dependencies"]
+    extras = EXTRAS
     assert "prefect-torch-ddp[docs]" in extras["dev"]
     for text in {*PROJECT["dependencies"], *extras["dev"], *extras["docs"]}:
         wanted = Requirement(text)
@@ -103,7 +105,23 @@ def test_constraints_satisfy_the_project() -> None:
 )
 def test_versions_that_break_are_shut_out(name: str, broken: str) -> None:
     """A cap or floor that is dropped by accident fails here."""
-    assert Version(broken) not in REQUIREMENTS[name].specifier
+    (aws,) = map(Requirement, EXTRAS["aws"])
+    assert Version(broken) not in {**REQUIREMENTS, aws.name: aws}[name].specifier
+
+
+def test_all_has_every_extra_that_runs() -> None:
+    """But `cuda`, which pins Dask, and those for whoever works on the package itself."""
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.name == PROJECT["name"]
+    assert everything.extras == EXTRAS.keys() - {"all", "cuda", "dev", "docs"}
+
+
+def test_a_block_whose_extra_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage is refused before anything starts, with what to install."""
+    monkeypatch.setitem(sys.modules, "prefect_aws", None)
+    says = r"s3-bucket/nightly needs prefect-aws.*pip install 'prefect-torch-ddp\[aws\]'"
+    with pytest.raises(InvalidParamsError, match=says):
+        resolve_storage("s3-bucket/nightly")
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])

@@ -38,7 +38,7 @@ def test_the_examples_run(versions: str, tmp_path: Path) -> None:
     interpreter = os.environ.get("PTD_PYTHON", sys.executable)
     subprocess.run([interpreter, "-m", "venv", tmp_path / "env"], check=True)
     given.write_text("\n".join(lowest() if versions == "lowest" else []))
-    pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,jobqueue]")
+    pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,aws,jobqueue]")
     pip(python, "check")
     pip(python, "install", "--dry-run", f"{ROOT}[cuda]")
     print(versions, interpreter)
