@@ -166,13 +166,16 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
 
     It shows them in `read_options(Model, ctx.options)`, which refuses all others itself. Without
     that, it shows them in `ctx.options["name"]` and `ctx.options.get("name")`, unless it uses
-    `ctx.options` in another way, or hands its `ctx` to code of other modules.
+    `ctx.options` in another way, imports one of the three functions, or hands its `ctx` to code of
+    other modules.
     """
     tree = workload.tree
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, Functions)}
-    contexts = {arg.arg for node in ast.walk(tree) if (arg := _first_argument(node)) is not None}
-    models, found, is_plain = set[str](), set[str](), True
+    defined = {node.name: node for node in ast.walk(tree) if isinstance(node, Functions)}
+    contexts = {arg.arg for node in ast.walk(tree) if (arg := _context_of(node)) is not None}
+    # What its other parameters are given isn't followed.
+    functions = {name for name, node in defined.items() if contexts & _parameters_of(node)}
+    models, found, is_plain = set[str](), set[str](), defined.keys() >= {*FUNCTIONS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in contexts:
             is_plain &= _stays_here(node, parents[node], functions)
@@ -193,14 +196,18 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
     return frozenset(found) if is_plain or refuses_others else None
 
 
-def _first_argument(node: ast.AST) -> ast.arg | None:
+def _context_of(node: ast.AST) -> ast.arg | None:
     """Return the argument of a function that is a RankContext, by its place or its annotation."""
     if not isinstance(node, Functions):
         return None
     arguments = [*node.args.posonlyargs, *node.args.args]
     typed = [arg for arg in arguments if arg.annotation and "RankContext" in ast.dump(arg)]
-    named = arguments[:1] if node.name in FUNCTIONS else []
-    return next(iter([*typed, *named]), None)
+    placed = [arg for arg in arguments if arg.arg != "self"] if node.name in FUNCTIONS else []
+    return next(iter([*typed, *placed]), None)
+
+
+def _parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    return {arg.arg for arg in (*node.args.posonlyargs, *node.args.args)}
 
 
 def _stays_here(node: ast.Name, parent: ast.AST, functions: set[str]) -> bool:

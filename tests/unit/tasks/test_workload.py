@@ -250,6 +250,7 @@ def test_a_source_shows_which_options_are_read(write: Write, source: str, known:
         PLAIN + "def more(ctx: RankContext): score(**ctx.options)\n",
         PLAIN + "def more(ctx: RankContext): return ctx.options.get(NAME)\n",
         PLAIN + "def more(ctx: RankContext): return [ctx]\n",
+        PLAIN + "def more(ctx: RankContext): give(ctx)\ndef give(context): score(context)\n",
         MODEL.replace("size: int = 3", "size: int = Field(3, alias='n')") + READ,
         MODEL.replace("size: int = 3", "model_config = {'extra': 'allow'}") + READ,
         MODEL.replace("class Data(Params)", "class Data(score)") + READ,
@@ -270,6 +271,29 @@ def test_the_examples_show_theirs(name: str) -> None:
     known = known_options(read_workload(name))
     assert known is not None
     assert {"epochs", "lr", "split_seed"} < known
+
+
+def test_an_imported_function_shows_nothing(write: Write) -> None:
+    """It may read options that no source of the workload names."""
+    name = write(PLAIN + "def train(ctx): ...\nfrom x import evaluate\n")
+    assert known_options(read_workload(name)) is None
+
+
+def test_what_an_object_hands_to_other_modules_isnt_shown(write: Write) -> None:
+    """The context of its methods comes after self."""
+    source = """
+from x import build
+
+class Mine:
+    def prepare(self, ctx): ...
+    def train(self, ctx): return build(ctx), ctx.options["epochs"]
+    def evaluate(self, ctx): ...
+
+mine = Mine()
+"""
+    assert known_options(read_workload(f"{write(source)}:mine")) is None
+    name = write(source.replace("build(ctx)", "build"))
+    assert known_options(read_workload(f"{name}:mine")) == {"epochs"}
 
 
 def test_a_wrong_option_is_named_with_the_near_one(write: Write) -> None:
