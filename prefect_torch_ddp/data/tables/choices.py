@@ -133,7 +133,7 @@ def _resolved(
     elif name in categories:
         msg = f"column {name} of {files[0].uri} is {kind} and no text: leave it out of categories"
         raise InvalidParamsError(msg)
-    return Column(name, kind, dtype, values, checked_fill(name, kind, values, fill))
+    return Column(name, kind, dtype, values, checked_fill(name, kind, dtype, values, fill))
 
 
 def _is_text(value: object) -> bool:

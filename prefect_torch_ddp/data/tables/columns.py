@@ -1,5 +1,6 @@
 """The columns of a table: which kinds can be tensors, and what files have to agree on."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -51,22 +52,22 @@ class Column:
         Raises:
             InvalidParamsError: it has nulls that nobody fills, or values that have no number.
         """
-        if column.null_count:
-            if self.fill is None:
-                raise InvalidParamsError(nulls_refused(self.name, column.null_count, where))
-            if types.is_null(column.type):
-                kind = pa.string() if self.kind == "category" else pa.from_numpy_dtype(self.dtype)
-                column = column.cast(kind)
-        if self.kind == "category":
-            return self._as_codes(column, where)
-        if types.is_dictionary(column.type):
+        if self.kind != "category" and types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        if column.null_count:
-            column = column.fill_null(pa.scalar(self.fill, column.type))
-        numbers: Array = column.to_numpy()
-        if numbers.dtype == np.uint64 and len(numbers) and numbers.max() > np.iinfo(np.int64).max:
-            msg = f"column {self.name} of {where} has {numbers.max()}, which no int64 can hold"
+        if column.null_count and self.fill is None:
+            raise InvalidParamsError(nulls_refused(self.name, column.null_count, where))
+        if self.kind == "category":
+            is_null = types.is_null(column.type)
+            return self._as_codes(column.cast(pa.string()) if is_null else column, where)
+        if types.is_uint64(column.type) and (pc.max(column).as_py() or 0) > np.iinfo(np.int64).max:
+            most = pc.max(column).as_py()
+            msg = f"column {self.name} of {where} has {most}, which no int64 can hold"
             raise InvalidParamsError(msg)
+        if column.null_count:
+            # The file's own type may be null, or too narrow for what fills it.
+            type_ = pa.from_numpy_dtype(self.dtype)
+            column = column.cast(type_).fill_null(pa.scalar(self.fill, type_))
+        numbers: Array = column.to_numpy()
         return numbers
 
     def _as_codes(self, column: Any, where: str) -> Array:
@@ -162,7 +163,9 @@ def common_kind(files: Sequence[TableFile], name: str) -> tuple[Kind, str]:
     return found
 
 
-def checked_fill(name: str, kind: Kind, values: Sequence[str], fill: Value | None) -> Value | None:
+def checked_fill(
+    name: str, kind: Kind, dtype: str, values: Sequence[str], fill: Value | None
+) -> Value | None:
     """Return what fills a column's nulls; refuse what the column can't hold."""
     fits = {
         "bool": isinstance(fill, bool),
@@ -175,4 +178,16 @@ def checked_fill(name: str, kind: Kind, values: Sequence[str], fill: Value | Non
         give = fitting.get(kind, f"one of its categories, {', '.join(values[:20])}")
         msg = f"fill has {fill!r} for column {name}, which is {kind}: give {give}"
         raise InvalidParamsError(msg)
+    if fill is not None and not _is_held(fill, dtype):
+        msg = f"fill has {fill!r} for column {name}, which no {dtype} can hold: give another value"
+        raise InvalidParamsError(msg)
     return fill
+
+
+def _is_held(fill: Value, dtype: str) -> bool:
+    """Tell whether a tensor of the dtype can hold a number; texts and booleans are held."""
+    if isinstance(fill, bool | str):
+        return True
+    if dtype.startswith("float"):
+        return not math.isfinite(fill) or abs(fill) <= float(np.finfo(dtype).max)
+    return bool(np.iinfo(dtype).min <= fill <= np.iinfo(dtype).max)

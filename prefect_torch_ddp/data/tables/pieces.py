@@ -62,8 +62,7 @@ class TablePieces:
         self._filters = filters
         self._filtered_by = columns_of(filters)
         for file in files:
-            for name in self._filtered_by:
-                file.type_of(name)
+            self._check_filters(file)
         if filters is None:
             self._refuse_known_nulls()
         self.pieces = self._count()
@@ -71,6 +70,18 @@ class TablePieces:
             what = "its filters leave no row" if filters else "it has no row"
             msg = f"the table of {len(files)} files from {files[0].uri} on can't be used: {what}"
             raise InvalidParamsError(msg)
+
+    def _check_filters(self, file: TableFile) -> None:
+        """Refuse filters whose columns the file doesn't have, or whose values don't fit them."""
+        if self._filters is None:
+            return
+        types = {name: file.type_of(name) for name in self._filtered_by}
+        try:
+            pa.schema(types).empty_table().filter(expression(self._filters))
+        except (pa.ArrowException, TypeError) as error:
+            has = ", ".join(f"{name} is {type_}" for name, type_ in types.items())
+            msg = f"filters {self._filters!r} don't fit {file.uri}, where {has}: {error}"
+            raise InvalidParamsError(msg) from error
 
     @property
     def traits(self) -> dict[str, list[Trait]]:
@@ -191,7 +202,8 @@ def expression(filters: Filters) -> Any:
         InvalidParamsError: they aren't any.
     """
     try:
-        return pq.filters_to_expression(filters)
+        # An expression doesn't say which columns have to be read for it.
+        return pq.filters_to_expression(list(filters))
     except (ValueError, TypeError, pa.ArrowException) as error:
         msg = f"filters {filters!r} can't be used: {error}; write [(column, '==', value), ...]"
         raise InvalidParamsError(msg) from error

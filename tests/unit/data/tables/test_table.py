@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -385,6 +386,29 @@ def test_a_large_footer_is_read_whole(tmp_path) -> None:
     columns = {f"column_{i:04d}_{'x' * 60}": [float(i)] * 3 for i in range(400)}
     folder = write(tmp_path / "a.parquet", {"number": [0, 1, 2], **columns}, row_group_size=1)
     assert only_batch(table(folder, ["number"]))["number"].tolist() == [0, 1, 2]
+
+
+def test_a_fill_needs_room_in_the_tensor_and_not_in_the_file(tmp_path) -> None:
+    """What no tensor of the column's dtype can hold is refused before anything is read."""
+    small = {"a": pa.array([1, None], pa.uint16()), "b": pa.array([1, None], pa.uint8())}
+    folder = write(tmp_path / "a.parquet", {**small, "c": pa.array([1, None], pa.float32())})
+    assert only_batch(table(folder, ["a"], fill={"a": -1}))["a"].tolist() == [1, -1]
+    for name, value in (("b", -1), ("b", 256), ("a", 2**31), ("c", 1e300)):
+        with pytest.raises(InvalidParamsError, match=f"column {name}, which no .* can hold"):
+            table(folder, [name], fill={name: value})
+
+
+@pytest.mark.parametrize(
+    ("filters", "what"),
+    [
+        ([("number", ">=", "2")], "where number is int64: Function 'greater_equal' has no kernel"),
+        (pc.field("number") > 1, "write [(column, '==', value), ...]"),
+    ],
+)
+def test_filters_that_cant_be_used_are_refused(filters, what, tmp_path) -> None:
+    """Before a row is read, by file and type."""
+    with pytest.raises(InvalidParamsError, match=re.escape(what)):
+        table(numbered(tmp_path, [4], 2), filters=filters)
 
 
 @pytest.mark.parametrize(
