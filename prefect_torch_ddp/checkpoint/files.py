@@ -67,6 +67,11 @@ def open_files(folder: Path, name: str, only: Iterable[str | Path] | None) -> li
     if not folder.is_dir():
         msg = f"ctx.commit was given {folder}, which is no folder"
         raise InvalidParamsError(msg)
+    if isinstance(only, str | Path):  # whose letters would be paths
+        msg = (
+            f"ctx.commit was given files={str(only)!r}; give a list of paths: files=[{str(only)!r}]"
+        )
+        raise InvalidParamsError(msg)
     chosen = _all_files(folder) if only is None else [folder / path for path in only]
     opened: list[OpenFile] = []
     try:

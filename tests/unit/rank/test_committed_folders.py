@@ -128,6 +128,8 @@ def test_what_is_no_plain_file_of_the_folder_is_refused(tmp_path: Path) -> None:
         open_files(folder, "folder", None)
     with pytest.raises(InvalidParamsError, match="is missing"):
         open_files(folder, "folder", ["nothing"])
+    with pytest.raises(InvalidParamsError, match=r"give a list of paths: files=\['a'\]"):
+        open_files(folder, "folder", "a")
     with pytest.raises(InvalidParamsError, match="which is no folder"):
         open_files(folder / "nothing", "folder", None)
     assert name_below(tmp_path / "elsewhere/x", folder) == "x"
