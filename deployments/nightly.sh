@@ -6,8 +6,25 @@ export WHEN_BUSY="${WHEN_BUSY:-ENQUEUE}"
 PREFECT_API_URL="$(python -m prefect_torch_ddp.server)"
 export PREFECT_API_URL
 
-prefect work-pool inspect train-ddp >/dev/null 2>&1 || prefect work-pool create train-ddp --type process
-prefect work-pool set-concurrency-limit train-ddp 2
+# What a command says is shown if it fails: `deploy` says for each deployment that a worker is to be started, as is done below.
+quietly() {
+    local said
+    said="$("$@" 2>&1)" || { printf '%s\n' "$said" >&2; return 1; }
+}
+
+prefect work-pool inspect train-ddp >/dev/null 2>&1 || quietly prefect work-pool create train-ddp --type process
+quietly prefect work-pool set-concurrency-limit train-ddp 2
 if [ -n "${S3_BUCKET:-}" ]; then python deployments/register_blocks.py; fi
-prefect --no-prompt deploy --prefect-file deployments/prefect.yaml --all
+echo "Deploying nightly and the examples ..."
+quietly prefect --no-prompt deploy --prefect-file deployments/prefect.yaml --all
+
+cat <<END
+
+The deployments are ready, and this worker runs them until Ctrl-C. Open their forms and runs at
+  $(python -c "from prefect.settings import PREFECT_UI_URL as url; print(url.value())")/deployments
+or type in another terminal, instead of waiting for 02:00 UTC:
+  export PREFECT_API_URL=$PREFECT_API_URL PATH="$(dirname "$(command -v prefect)"):\$PATH"
+  prefect deployment run train-ddp/nightly --watch
+
+END
 exec prefect worker start --pool train-ddp "$@"

@@ -82,7 +82,10 @@ def test_a_night_on_one_machine(tmp_path: Path) -> None:
     """`make nightly` can be repeated, forms refuse wrong options, and runs take turns."""
     nightly = "deployments/nightly.sh --run-once"
     with get_client(sync_client=True) as client:
-        shell(nightly, tmp_path / "first.log", WHEN_BUSY="CANCEL_NEW")
+        said = shell(nightly, tmp_path / "first.log", WHEN_BUSY="CANCEL_NEW")
+        assert "/deployments\n" in said
+        assert "prefect deployment run train-ddp/nightly --watch" in said
+        assert "start a worker" not in said, "it is started by the same command"
         dropping = state_of_the_server(client)
         first, second = (begin(client, "digits", tmp_path) for _ in range(2))
         client.set_flow_run_state(first.id, Pending())
