@@ -44,7 +44,7 @@ class PrefectTorchDdpError(Exception):
 
 
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
-    """A given value can't work; raised before any work starts.
+    """A given value is invalid. Raised before any work starts.
 
     The message says which value, why, and what to give instead.
     """
@@ -55,7 +55,7 @@ class NoImagesError(InvalidParamsError, FileNotFoundError):
 
 
 class StorageError(PrefectTorchDdpError):
-    """The storage can't do what was asked; names the object and the reason, shows no secret."""
+    """An operation on the storage failed. The message names the object and the reason."""
 
 
 class ObjectNotFoundError(StorageError):
@@ -63,7 +63,7 @@ class ObjectNotFoundError(StorageError):
 
 
 class ObjectChangedError(StorageError):
-    """The object isn't the one that was listed: its content was replaced since."""
+    """The object's content was replaced after it was listed."""
 
 
 class DamagedObjectError(StorageError):
@@ -71,7 +71,7 @@ class DamagedObjectError(StorageError):
 
 
 class NewerFormatError(StorageError):
-    """A stored file has a format of a later version of this package, or of torch.
+    """A stored file was written in a format of a later version of this package or of torch.
 
     The message names the file, its format, and what to install. Such a file is not damaged:
     nothing is used in its place, and neither it nor what it names is deleted.
@@ -79,35 +79,35 @@ class NewerFormatError(StorageError):
 
 
 class BadAnswerError(PrefectTorchDdpError):
-    """A storage's answer isn't what was requested; internal, since the request is repeated."""
+    """A storage's answer doesn't match the request. Internal, since the request is repeated."""
 
 
 class OtherObjectError(BadAnswerError):
-    """Another object came than the one that was listed, by a proxy's mistake perhaps; internal."""
+    """The storage returned another object than the listed one, e.g. from a proxy. Internal."""
 
 
 class BadKeyError(StorageError, ValueError):
-    """A key would leave the storage's root or isn't portable."""
+    """A key leads outside of the storage's root or isn't portable."""
 
 
 class CorruptImageError(PrefectTorchDdpError):
-    """An object of a dataset was read whole and can't be decoded as an image; names it."""
+    """An object was read completely but can't be decoded as an image. The message names it."""
 
 
 class CheckpointError(PrefectTorchDdpError):
-    """A checkpoint can't be written or restored; names the checkpoint and the object."""
+    """A checkpoint can't be written or restored. The message names it and the object."""
 
 
 class ReplicasDifferError(CheckpointError):
-    """The ranks' models have drifted apart; names the tracked object, the tensor and the ranks."""
+    """The ranks' models differ. The message names the tracked object, the tensor and the ranks."""
 
 
 class SupersededError(CheckpointError):
-    """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
+    """A newer attempt of the run has begun, so this one may no longer change its checkpoints."""
 
 
 class UnpicklableValueError(PrefectTorchDdpError, TypeError):
-    """A rank returned a value that can't be pickled; names the rank and the type."""
+    """A rank returned a value that can't be pickled. The message names the rank and the type."""
 
 
 class GangError(PrefectTorchDdpError):
@@ -115,18 +115,19 @@ class GangError(PrefectTorchDdpError):
 
 
 class NotEnoughWorkersError(GangError):
-    """The cluster has too few workers, or they stayed busy; says how many it has and needs."""
+    """The cluster has too few workers, or they stayed busy. The message gives both numbers."""
 
 
 class VersionConflictError(GangError):
-    """Caller and workers have versions of a package that don't go together; names both sides."""
+    """Caller and workers have incompatible versions of a package. The message names both."""
 
 
 class WorkerLostError(GangError):
-    """A Dask worker that held ranks is gone; names the worker and its ranks.
+    """A Dask worker that ran ranks is gone. The message names the worker and its ranks.
 
-    `saved_step` is the step after which all ranks stopped and saved, since the worker left in good
-    order: retired, scaled down, at its lifetime or by SIGTERM. Such a loss costs no restart.
+    If the worker left gracefully (retired, scaled down, at its lifetime or by SIGTERM), all ranks
+    stopped and saved after step `saved_step`, and the loss uses up no restart. Otherwise
+    `saved_step` is None.
     """
 
     def __init__(self, message: str, saved_step: int | None = None) -> None:
@@ -139,15 +140,15 @@ class WorkerLostError(GangError):
 
 
 class SupervisorLostError(WorkerLostError):
-    """The Dask worker that ran a task is gone or silent; the task itself can't retry."""
+    """The Dask worker that ran a task is gone or doesn't answer; the task itself can't retry."""
 
 
 class SchedulerLostError(GangError):
-    """The Dask scheduler is gone or silent; ranks end by themselves within seconds."""
+    """The Dask scheduler is gone or doesn't answer; ranks end by themselves within seconds."""
 
 
 class SchedulerUnresponsiveError(SchedulerLostError):
-    """The Dask scheduler doesn't answer, for now or for good."""
+    """The Dask scheduler doesn't answer, temporarily or permanently."""
 
 
 class AgentRefusedError(GangError):
@@ -163,7 +164,7 @@ class AgentLostError(Exception):
 
 
 class NoAnswerError(Exception):
-    """A worker or the scheduler can't be reached, for now or for good. Never leaves `gang`."""
+    """A worker or the scheduler can't be reached, maybe temporarily. Never leaves `gang`."""
 
 
 class ForkServerUnavailableError(Exception):
@@ -175,9 +176,9 @@ class ForkServerUnfitError(ForkServerUnavailableError):
 
 
 class TaskCancelled(BaseException):
-    """A task of the flow was cancelled, by the flow's own end or from outside; says how it ended.
+    """A task of the flow was cancelled, by the flow's end or from outside; says how it ended.
 
-    It isn't an Exception: a flow's handlers of failures shouldn't catch it.
+    It isn't an Exception, so that a flow's `except Exception` doesn't catch it.
     """
 
 
@@ -187,7 +188,7 @@ class GangCancelledError(GangError):
     def __init__(
         self, message: str, step: int | None = None, checkpoint_step: int | None = None
     ) -> None:
-        """Keep after which step all ranks stopped, and that of the run's newest checkpoint."""
+        """Keep the step after which all ranks stopped, and the newest checkpoint's step."""
         super().__init__(message, step, checkpoint_step)
         self.step = step
         self.checkpoint_step = checkpoint_step
@@ -212,9 +213,10 @@ _LONG_STEPS = (
 
 
 class GangHungError(_LongError):
-    """Ranks were alive and made no progress; says who did not arrive, and where it is.
+    """Ranks were alive but made no progress. The message says which did not arrive, and where.
 
-    `ranks` did not arrive, on `hosts`; `stacks` has the threads of each rank that answered.
+    `ranks` are the ranks that did not arrive and `hosts` their hosts. `stacks` has the stacks of
+    all threads of each rank that answered.
     """
 
     def __init__(self, hang: Hang, attempt: int) -> None:
@@ -241,9 +243,9 @@ class GangHungError(_LongError):
 class RankFailedError(_LongError):
     """A rank failed and the gang was stopped.
 
-    `__cause__` is the user's own exception where it can be rebuilt here. `rank` failed first, on
-    `host`; it left by `exit_code` or was killed by `signal`, where these aren't None, and
-    `traceback_text` is what it formatted, empty where there is none.
+    `__cause__` is the user's own exception if it can be unpickled here. `rank` failed first, on
+    `host`. It exited with `exit_code` or was killed by `signal`, unless these are None.
+    `traceback_text` is its formatted traceback, empty if there is none.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class RankFailedError(_LongError):
         collateral: Sequence[RankFailure] = (),
         why_final: str | None = None,
     ) -> None:
-        """Keep the root cause, what followed from it, and why another attempt would end alike."""
+        """Keep the root cause, the failures that followed, and why no other attempt is made."""
         super().__init__(failure, attempt, tuple(collateral), why_final)
         self.failure = failure
         self.attempt = attempt
@@ -275,7 +277,7 @@ class RankFailedError(_LongError):
     def from_failures(
         cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()
     ) -> Self:
-        """Build the error with the user's own exception as its cause, where that unpickles."""
+        """Build the error with the user's own exception as its cause, if it unpickles."""
         error = cls(failure, attempt, collateral)
         if failure.exception_pickle is not None:
             error.__cause__ = _unpickle(failure.exception_pickle)

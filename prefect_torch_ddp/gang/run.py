@@ -40,38 +40,43 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     on_event: Callable[[GangEvent], None] | None = None,
     **options: Unpack[GangOptions],
 ) -> list[Any]:
-    """Run a function on `world_size` ranks, each a process of its own on a Dask worker.
+    """Run a function on `world_size` ranks. Each rank is a separate process on a Dask worker.
 
     Args:
-        client: a synchronous Dask client. A Dask task that calls this leaves its worker's thread.
-        fn: any callable, `"package.module:function"`, or a script that was written for torchrun:
-            its path, or `"-m package.module"`; `args` is its argv.
-        args: positional arguments, or a function that returns them for the number of an attempt.
-        kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
-        world_size: number of ranks; None takes all workers.
-        process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from
-            the environment, as under torchrun; "none": there is none. None: "user" for a script,
-            else "default".
-        world_size_divides: a number that the number of ranks divides in every attempt.
-        name: shown to gangs that wait for this one.
+        client: a synchronous Dask client. If you call this in a Dask task, the task secedes from
+            its worker's thread pool.
+        fn: a callable, `"package.module:function"`, or a script that was written for torchrun. Give
+            a script by its path or as `"-m package.module"`; `args` is then its argv.
+        args: positional arguments, or a function that takes an attempt's number and returns them.
+        kwargs: keyword arguments, as one mapping, so that they can have any name.
+        world_size: number of ranks. None: one for each worker.
+        process_group: "default": it is initialised before `fn` runs. "user": `fn` initialises it
+            from the environment, as under torchrun. "none": there is no process group. None:
+            "user" for a script, otherwise "default".
+        world_size_divides: a number that must be a multiple of the number of ranks in every
+            attempt.
+        name: the name shown to gangs that wait for this one.
         attempt: number of the first attempt; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
-        attempt_log: numbers the attempts instead, and keeps failures beyond this call.
-        on_event: called in this thread for every event; by default the ranks' lines are logged.
-        **options: those at the end, with their defaults.
+        attempt_log: numbers the attempts in place of `attempt`, and keeps failures beyond this
+            call.
+        on_event: called in this thread for every event. By default the ranks' lines are logged.
+        **options: listed below, with their defaults.
 
     Returns:
-        What `fn` returned on each rank, in rank order; CUDA tensors come back on the CPU.
+        The values that `fn` returned, in rank order. CUDA tensors are returned on the CPU.
 
     Raises:
-        InvalidParamsError: an argument can't work; nothing was started.
-        NotEnoughWorkersError: too few workers, or they stayed busy.
-        RankFailedError: a rank failed, in the last attempt; `__cause__` is its own exception.
-        WorkerLostError: a Dask worker that held ranks is gone.
-        GangHungError: the ranks made no progress; says who did not arrive, and where it is.
-        GangCancelledError: the gang was cancelled from outside; says by what, and what is saved.
+        InvalidParamsError: an argument is invalid; nothing was started.
+        NotEnoughWorkersError: the cluster has too few workers, or they stayed busy.
+        RankFailedError: a rank failed in the last attempt; `__cause__` is the rank's exception.
+        WorkerLostError: a Dask worker that ran ranks is gone.
+        GangHungError: the ranks made no progress. The message says which ranks did not arrive, and
+            where they are in the code.
+        GangCancelledError: the gang was cancelled from outside. The message says by what, and what
+            was saved.
 
     Example:
-        The sum of `0 + 1`, on each of two ranks; the function may live in the same file:
+        The sum of `0 + 1`, on each of two ranks. The function may be in the same file:
 
             import torch
             import torch.distributed as dist

@@ -35,8 +35,8 @@ class RankContext:
     """The context of a rank: its place in the gang, and what a training needs beyond PyTorch.
 
     Every method is optional. Every rank must pass the same models and objects under the same names,
-    give the loader and the loop the same arguments, and request checkpoints in the same steps.
-    Metrics, files and a request to stop may come from any rank.
+    call `loader` and `steps` with the same arguments, and request checkpoints in the same steps.
+    `report`, `save` and `request_stop` may be called on any rank.
 
     Example:
         A training is plain PyTorch:
@@ -53,7 +53,7 @@ class RankContext:
     """
 
     def __init__(self, parts: ContextParts) -> None:
-        """Ranks are given one; elsewhere call `RankContext.local()`."""
+        """A rank's function receives a context; elsewhere call `RankContext.local()`."""
         self.config = config = parts.config
         self.rank, self.world_size = parts.info.rank, parts.info.world_size
         self.local_rank, self.node_rank = parts.info.local_rank, parts.info.node_rank
@@ -73,24 +73,26 @@ class RankContext:
         storage: Storage | str | Path | None = None,
         **chosen: Unpack[LocalOptions],
     ) -> Self:
-        """Make one in this process, of world size 1, seeded as a rank; use it in a `with`.
+        """Make a context of world size 1 in this process. Use it in a `with` statement.
+
+        Random generators are seeded as on a rank.
 
         Args:
             data: the value of `ctx.data`.
             options: the value of `ctx.options`.
-            seed: seeds everything random.
-            storage: a storage, a path or a URI; None: a temporary one, removed at the end.
+            seed: seeds all random generators.
+            storage: a storage, a path or a URI. None: a temporary storage, removed at the end.
             **chosen: run_id, stage, checkpoint, resume_from, ...: see `LocalOptions`.
 
         Raises:
-            InvalidParamsError: an option can't be so; names it.
+            InvalidParamsError: an option has an invalid value; the message names it.
             TypeError: there is no such option.
         """
         return cls(local_parts(data, options, seed, storage, chosen))
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps, including the one under way."""
+        """Number of optimizer steps so far, including the current one."""
         return self._progress.step
 
     @property
@@ -100,7 +102,7 @@ class RankContext:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether the step under way is the last one of its epoch."""
+        """Whether the current step is the last one of its epoch."""
         return self._progress.epoch_ended
 
     @property
@@ -112,14 +114,14 @@ class RankContext:
 
     @property
     def device(self) -> "torch.device":
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self._parts.device
 
     @property
     def data(self) -> Path:
-        """The local dataset; in the prepare stage the folder to write it to.
+        """The folder of the local dataset; in the prepare stage, the folder to write it to.
 
-        The first call on a machine downloads it if it doesn't lie there.
+        The first call on a machine downloads the dataset unless it is already there.
 
         Raises:
             InvalidParamsError: this rank was given no dataset.
@@ -137,7 +139,7 @@ class RankContext:
 
     @property
     def data_storage(self) -> Storage:
-        """The dataset where it lies, to read by ranges; in prepare the folder.
+        """The dataset in its storage, to read by ranges; in the prepare stage, the folder.
 
         Raises:
             InvalidParamsError: this rank was given no dataset.
@@ -151,7 +153,7 @@ class RankContext:
 
     @property
     def source(self) -> Readable:
-        """Where the raw data is, with its credentials, such as for `image_folder(ctx.source)`.
+        """The raw data's storage, with its credentials, e.g. for `image_folder(ctx.source)`.
 
         Raises:
             InvalidParamsError: this run was given no source.
@@ -168,27 +170,29 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Train with what it returns: a forward pass of the model itself, or of `.module`, isn't
-        summed over the ranks. Wrap it again after you change which parameters are trained.
+        Train with the returned module: gradients of a forward pass of the model itself, or of
+        `.module`, aren't summed over the ranks. Wrap the model again after you change which
+        parameters are trained.
 
-        Within `steps` each rank's gradient is weighted by its share of the global batch, so an
-        uneven tail also gives exactly the gradient of its mean loss. Several pairs of a forward
-        and a backward pass in a step add up; see `micro_batches`. As under plain DDP, a second
-        backward pass of the same forward pass isn't summed over the ranks, which is warned of: add
-        a penalty to the loss instead. An optimizer's step on gradients of which no pass was ever
-        summed raises InvalidParamsError. What you do within `no_sync` is up to you.
+        Within `steps` each rank's gradient is weighted by its share of the global batch. An
+        uneven tail therefore also gives exactly the gradient of its mean loss. If a step has
+        several pairs of a forward and a backward pass, their gradients add up; see
+        `micro_batches`. As under plain DDP, a second backward pass of the same forward pass isn't
+        summed over the ranks, and a warning says so: add a penalty to the loss instead. An
+        optimizer's step raises InvalidParamsError if no pass of its gradients was ever summed.
+        What you do within `no_sync` is up to you.
 
         Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and
         forward passes involve no communication, so a single rank may do them: buffers are
         synchronised from rank 0 after each backward pass instead.
 
         Args:
-            model: equal on all ranks; its loss is the mean over the local samples.
-            **ddp_kwargs: for DistributedDataParallel.
+            model: equal on all ranks. Its loss must be the mean over the local samples.
+            **ddp_kwargs: arguments of DistributedDataParallel.
 
         Raises:
-            InvalidParamsError: `process_group` is of some of the ranks only; or the process group
-                isn't up.
+            InvalidParamsError: `process_group` has only some of the ranks, or the default process
+                group isn't initialized.
         """
         self._parts.saver.wrapped.add(model)
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
@@ -208,39 +212,43 @@ class RankContext:
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch.
 
-        Each epoch has every sample once, in the same order for any world size. Give it the whole
-        dataset and the same arguments on every rank; which of them have which samples is its own
-        business.
+        Each epoch has every sample once, in the same order for any world size. Pass the whole
+        dataset and the same arguments on every rank: the loader divides the samples among the
+        ranks.
 
         Each time you iterate over the loader yourself (`for batch in loader:`), the epoch
         advances. After the first call of `steps` it no longer does, so that evaluations between
-        epochs see the same order. In such a pass ranks may get different numbers of batches.
+        epochs see the same order. When you iterate yourself, ranks may get different numbers of
+        batches.
 
         Args:
-            dataset: map-style; a `data.table`; or with shards(), num_samples(shard) and
-                iter_shard(shard).
-            global_batch_size: samples per step over all ranks together. A rank's batch has its
-                share of them, [samples, ...]: equal shares, but for an uneven tail.
-            shuffle: a new order each epoch, from the run's seed.
+            dataset: a map-style dataset, a `data.table`, or an object with shards(),
+                num_samples(shard) and iter_shard(shard).
+            global_batch_size: number of samples per step over all ranks together. A rank's batch
+                has its share of them, with shape [samples, ...]. The shares are equal except in an
+                uneven tail.
+            shuffle: use a new order in each epoch, derived from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed python, numpy and torch for each sample in worker processes: the
-                same augmentation on any number of ranks and workers. "torch" seeds only torch,
-                which is enough for torchvision's v2 transforms; False seeds none.
-            weights: numbers [samples]: how often each sample is drawn, in relation to the others,
-                as by torch's WeightedRandomSampler. An epoch is then as many draws as there are
-                samples, the same for any world size; each is augmented by itself.
-            order: a function that returns the indices of the samples of an epoch, from 0, in the
-                order to take them: whole numbers [samples of an epoch], as many in each epoch.
-                `shuffle` has no effect then. A sample may come several times, or not at all. It
-                may depend on the epoch only, and is compared between the ranks in each epoch.
-            none_samples: a sample that is None is refused by its index on several ranks, since
-                the others would count for too much. "keep": collate_fn puts another in its place.
-            **dataloader_kwargs: for torch's DataLoader, such as num_workers, collate_fn or
-                pin_memory.
+            seed_samples: seed python, numpy and torch for each sample in worker processes, which
+                gives the same augmentation on any number of ranks and workers. "torch" seeds only
+                torch, which is enough for torchvision's v2 transforms. False seeds none.
+            weights: numbers of shape [samples]: how often each sample is drawn, relative to the
+                others, as in torch's WeightedRandomSampler. An epoch then has as many draws as
+                there are samples. The draws are the same for any world size, and each draw is
+                augmented separately.
+            order: a function that returns the indices of an epoch's samples, from 0, in the order
+                to use: integers of shape [samples of an epoch], equally many in each epoch.
+                `shuffle` then has no effect. A sample may appear several times, or not at all. The
+                order may depend only on the epoch; it is compared between the ranks in each epoch.
+            none_samples: "refuse": on several ranks, a sample that is None raises an error with
+                its index, since the other samples would get too much weight. "keep": allow None;
+                your collate_fn must replace it by another sample.
+            **dataloader_kwargs: arguments of torch's DataLoader, such as num_workers, collate_fn
+                or pin_memory.
 
         Raises:
-            InvalidParamsError: the dataset has no length or no samples, or an argument can't work
-                here, such as a sampler; names it.
+            InvalidParamsError: the dataset has no length or no samples, or an argument isn't
+                supported here, such as a sampler; the message names it.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
 
@@ -271,11 +279,11 @@ class RankContext:
 
         Args:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...
-                Weights that are trained have to be equal on all ranks, which each checkpoint
-                checks; of everything else rank 0's is kept.
+                Trained weights must be equal on all ranks; each checkpoint checks this. Of all
+                other state, rank 0's is saved.
 
         Raises:
-            CheckpointError: an object isn't in the checkpoint, or doesn't fit.
+            CheckpointError: an object isn't in the checkpoint, or doesn't match its saved state.
         """
         self._parts.tracker.track(objects)
 
@@ -284,42 +292,43 @@ class RankContext:
     ) -> None:
         """Track objects whose state is each rank's own, such as a stateful loader.
 
-        Each rank's state is saved, and restored on the same rank. Of what `track` takes, every
-        rank gets the same state instead.
+        Each rank's state is saved, and restored on the same rank. With `track`, every rank gets
+        the same state instead.
 
         Args:
-            on_other_world_size: if the run resumes on another number of ranks, "refuse" raises,
-                and "begin" leaves the objects as they are, with a warning. A training whose gang
-                may grow or shrink needs "begin".
-            **objects: as for `track`; on every rank the same names.
+            on_other_world_size: what to do if the run resumes on another number of ranks.
+                "refuse" raises. "begin" leaves the objects as they are, with a warning. A training
+                whose gang may grow or shrink needs "begin".
+            **objects: as for `track`, with the same names on every rank.
 
         Raises:
-            CheckpointError: the checkpoint has no such object, or it is of another number of
-                ranks, or doesn't fit.
+            CheckpointError: the checkpoint has no such object, was written by another number of
+                ranks, or doesn't match the object.
         """
         self._parts.tracker.track_each(objects, begins_anew=on_other_world_size == "begin")
 
     def state(self, name: str = "state", /, **values: Any) -> "Values":
-        """Put plain values into every checkpoint, and take them back on resume.
+        """Put plain values into every checkpoint, and restore them on resume.
 
             state = ctx.state(best=0.0, it=0)
             ...
             state.best = max(state.best, accuracy)
 
-        Call it before `steps`, on every rank with the same names. As of what `track` takes, rank
-        0's values are kept: change them on all ranks in the same way.
+        Call it before `steps`, on every rank with the same names. As with `track`, rank 0's
+        values are saved: change them on all ranks in the same way.
 
         Args:
-            name: of these values in a checkpoint, for a second call.
-            **values: what they are at first: numbers, texts, None, tensors, and lists and dicts of
-                them.
+            name: the name of these values in a checkpoint. Give a second call another name.
+            **values: the initial values: numbers, strings, None, tensors, and lists and dicts of
+                these.
 
         Returns:
-            An object that has the values as attributes, and takes no others.
+            An object that has the values as attributes. Other attributes can't be set.
 
         Raises:
-            InvalidParamsError: a value can't be read back from a checkpoint; names it.
-            CheckpointError: the checkpoint has values of other names, or none.
+            InvalidParamsError: a value couldn't be read back from a checkpoint; the message names
+                it.
+            CheckpointError: the checkpoint has values with other names, or none.
         """
         from prefect_torch_ddp.rank.training.values import Values  # noqa: PLC0415 - if used
 
@@ -337,47 +346,50 @@ class RankContext:
     ) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
-        A batch is what the loader's collate_fn made of this rank's share of the global batch, and
-        stays where the loader put it: move it to `ctx.device` yourself. Every rank gets equally
-        many. On a rank whose share of a tail is empty the batch is a stand-in, the global batch's
-        first sample, whose gradient counts for nothing: run the step as for any other.
+        A batch is the output of the loader's collate_fn for this rank's share of the global batch.
+        It isn't moved: move it to `ctx.device` yourself. Every rank gets the same number of
+        batches. If a rank's share of an uneven tail is empty, its batch is a stand-in, the global
+        batch's first sample, and its gradient has weight 0: run the step as usual.
 
-        A resumed run continues in mid-epoch, where its checkpoint was made. A checkpoint that is
-        due is written when the loop's body has ended.
+        A resumed run continues within the epoch, at the step of its checkpoint. A checkpoint that
+        is due is written at the end of the loop's body.
 
-        Each `for` loop over it is a call, which a `break` ends; a second one numbers steps and
-        epochs on. On resume, finished calls yield nothing and the code after them runs again; then
-        tracked objects are restored, so that what that code did to them counts once. Every rank
-        has to make the same calls.
+        Each `for` loop over `steps` is one call; `break` ends it. A second call continues the
+        numbers of steps and epochs. On resume, finished calls yield nothing and the code after
+        them runs again. Tracked objects are then restored a second time, which undoes what that
+        code did to them. Every rank has to make the same calls.
 
         Without a loader, `for step in ctx.steps(total=5000):` yields the number of each step, which
-        is `ctx.step`, and the body gets its own data, such as by drawing a batch or by playing a
-        game. Gradients are then averaged over the ranks. A resumed run continues after the step of
-        its checkpoint with the random generators of that time, so it draws what an undisturbed one
-        draws: draw a step's batch in that step. Such a call has no epochs.
+        is `ctx.step`. The body gets its data itself, for example by drawing a batch or by playing
+        a game. Gradients are then averaged over the ranks. A resumed run continues after the step
+        of its checkpoint with the random generators of that time, so it draws the same numbers as
+        an uninterrupted run, provided you draw a step's batch in that step. Such a call has no
+        epochs.
 
-        A loader of others, `ctx.steps(theirs, total=5000)`, is each rank's own, as are its batches.
-        It is gone over again and again, with `set_epoch` of its samplers where they have it. If it
-        has `state_dict` and `load_state_dict`, a resumed run continues where these say; else it
-        begins from the start, which is warned of.
+        With any other loader, `ctx.steps(theirs, total=5000)`, each rank has its own loader and
+        batches. `steps` iterates over it repeatedly and calls `set_epoch` of its samplers if they
+        have it. If the loader has `state_dict` and `load_state_dict`, a resumed run restores its
+        position. Otherwise the loader starts from its beginning, with a warning.
 
         Args:
-            loader: from `ctx.loader`, of the same dataset and arguments on every rank; or, with
-                `total`, any iterable; None: there is none.
-            epochs: how often all samples are seen, equal on all ranks; `math.inf`: until the loop
-                is left.
-            total: in place of `epochs`, how many steps this call makes over all its resumes; also
-                with a loader, whose epochs it then goes through one after the other.
-            on_other_world_size: if a loader of others was saved by another number of ranks,
-                "refuse" raises, and "begin" begins it from the start, with a warning.
+            loader: a loader from `ctx.loader`, with the same dataset and arguments on every rank;
+                or, with `total`, any iterable. None: no loader.
+            epochs: number of passes over all samples, equal on all ranks. `math.inf`: until you
+                leave the loop.
+            total: instead of `epochs`, the number of steps that this call makes over all its
+                resumes. With a loader, it runs through as many epochs as that takes.
+            on_other_world_size: what to do if the state of a loader that isn't from `ctx.loader`
+                was saved by another number of ranks. "refuse" raises. "begin" starts the loader
+                from its beginning, with a warning.
 
         Raises:
-            InvalidParamsError: the loader is another one, the ranks have different datasets or
-                arguments, a call is inside of another one, or the code after finished calls made
-                fewer of them on resume. Or the run has `determinism="elastic"` or `ledger=True`,
-                which are about samples, and the call has no loader of `ctx.loader`.
+            InvalidParamsError: the loader differs from the checkpoint's, the ranks have different
+                datasets or arguments, calls are nested, or the code after finished calls made
+                fewer calls on resume. Also if the run has `determinism="elastic"` or
+                `ledger=True`, which need samples, and the loader isn't from `ctx.loader`.
             CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail"; or
-                a loader of others was saved by another number of ranks.
+                a loader's state was saved by another number of ranks and `on_other_world_size` is
+                "refuse".
         """
         begins_anew = on_other_world_size == "begin"
         return self._parts.loop.run(loader, epochs, total, begins_anew=begins_anew)
@@ -387,20 +399,20 @@ class RankContext:
     ) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight): exact gradient accumulation, also over uneven shares.
 
-        The gradient is that of the mean loss over the global batch; the ranks sum it only
-        in the last backward pass. With a GradScaler, scale each weighted loss; after the loop
-        unscale, then clip, then step. The rank's mean loss, to report, is
-        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are parts of the
-        global batch and don't add up to 1. There the gradients come at the loop's end.
+        The gradient is that of the mean loss over the global batch. The ranks sum it only in the
+        last backward pass. With a GradScaler, scale each weighted loss; after the loop unscale,
+        then clip, then step. To report the rank's mean loss, compute
+        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are fractions of
+        the global batch and don't add up to 1. There the gradients are set at the loop's end.
 
         Args:
             batch: from `steps`: a tensor of shape [samples, ...], or tuples, lists and mappings of
-                them; mappings are cut into dicts. Lists with a plain value for each sample are cut
-                too; a number or a text is of the whole batch.
-            max_samples: how many samples a micro-batch has at most; None: all of this rank's.
+                such tensors. Mappings are split into dicts. Lists with a plain value for each
+                sample are split too. A number or a string applies to the whole batch.
+            max_samples: the largest number of samples in a micro-batch. None: all of this rank's.
 
         Raises:
-            InvalidParamsError: the batch can't be cut; names the part.
+            InvalidParamsError: the batch can't be split; the message names the part.
 
         Example:
             At most 32 samples at a time:
@@ -415,33 +427,34 @@ class RankContext:
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.
 
-        The calls of one step make one record; outside of `steps` each call makes its own. Ranks may
-        report different metrics: of each one people see the mean over the ranks that report it.
+        All calls within a step make one record. Outside of `steps` each call makes a record. Ranks
+        may report different metrics: each is shown as the mean over the ranks that report it.
 
         Args:
             **metrics: numbers or 0-d tensors, such as `loss.mean()`; not yet averaged over ranks.
 
         Raises:
-            InvalidParamsError: one isn't a single real number; names it.
+            InvalidParamsError: a metric isn't a single real number; the message names it.
         """
         self._parts.reporter.report(metrics)
         self._parts.link.heartbeat.progress()
 
     def progress(self, step: int, total: int | None = None, *, epoch: int = 0) -> None:
-        """Say how far a loop of your own is, that doesn't go over `steps`, such as a trainer's.
+        """Report the current step of a loop that doesn't use `steps`, such as a trainer's.
 
-        People then see its steps and the time left, what `report` gets is of this step, an error
-        names it, and a gang that makes no progress for `progress_timeout_s` counts as hung. It
-        costs microseconds and waits for nobody: call it in each step, on every rank. A resumed
-        loop says the number that it continues with, which takes back the records from there on.
+        The report then shows the step and the time left. Metrics that `report` records and errors
+        carry the step's number. A gang that makes no progress for `progress_timeout_s` counts as
+        hung. A call takes microseconds and doesn't wait: call it in each step, on every rank.
+        After a resume, pass the number of the step at which the loop continues; records from that
+        step on are withdrawn.
 
         Args:
-            step: the one under way, from 1; over all resumes.
-            total: how many there will be; None: it isn't known.
-            epoch: the one under way, from 1; 0: there are none.
+            step: the current step, from 1, counted over all resumes.
+            total: the number of steps. None: unknown.
+            epoch: the current epoch, from 1. 0: there are no epochs.
 
         Raises:
-            InvalidParamsError: it isn't a whole number, or `steps` counts the steps.
+            InvalidParamsError: an argument isn't a whole number, or `steps` counts the steps.
         """
         numbers = self._parts.replay.numbers
         if numbers.has_begun:
@@ -459,17 +472,18 @@ class RankContext:
         self._parts.reporter.show_progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
-        """Request a checkpoint, on every rank: at this step's end; outside of `steps` at once.
+        """Request a checkpoint: at this step's end; outside of `steps` at once.
 
-        Within `steps`, due ones are written without a request, and a step has one. Outside, each
-        forced one has the next number: in your own loop 0, 1, 2, ... A resumed run finds tracked
-        objects and random generators there as they were at the newest one.
+        Call it on every rank. Within `steps`, checkpoints that are due are written without a
+        request, and a step has at most one. Outside of `steps`, forced checkpoints are numbered
+        in order: 0, 1, 2, ... in your own loop. On resume, tracked objects and random generators
+        are restored from the newest checkpoint.
 
         Args:
-            force: also when none is due.
+            force: write a checkpoint even if none is due.
 
         Raises:
-            CheckpointError: outside of `steps`, one that was begun before can't be written and
+            CheckpointError: outside of `steps`, an earlier checkpoint can't be written and
                 `checkpoint.on_failure` is "fail".
         """
         if self._progress.share is not None or self._parts.saves_folders:
@@ -484,19 +498,19 @@ class RankContext:
     def checkpoint_folder(self) -> Path:
         """A local folder of this rank, for a program that writes its own checkpoints.
 
-        At first it holds the newest folder that `commit` was given, by whatever attempt, host or
-        number of ranks: the files of all ranks. It is removed at the end. Ask for it on every rank,
-        and use neither `track` nor `steps`, which make checkpoints themselves.
+        At the start it contains the newest committed folder with the files of all ranks, whichever
+        attempt, host or number of ranks wrote them. It is removed at the end. Read this property on
+        every rank. Don't use `track` or `steps` with it: they make checkpoints themselves.
 
         Raises:
             InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints.
-            CheckpointError: there are commits, and none is whole.
+            CheckpointError: there are commits, but none is complete.
         """
         return self._parts.program.folder.root
 
     @property
     def committed(self) -> Path | None:
-        """The folder in `checkpoint_folder` that the newest commit left; None: there is none."""
+        """The folder of the newest commit in `checkpoint_folder`. None: no commit yet."""
         return self._parts.program.folder.committed
 
     def commit(
@@ -504,28 +518,31 @@ class RankContext:
     ) -> None:
         """Put a folder's files into the run's storage as the checkpoint of a step.
 
-        It is written in the background, and counts when the files of all ranks are there. Until
-        then the one before it counts. Call it on every rank, with a folder of the same name: its
-        place in `checkpoint_folder`, or its own name. You may delete the folder at once, but not
-        change its files: make a new one for each step. Files are read as they are, never unpickled.
+        The checkpoint is written in the background. It is valid once the files of all ranks are
+        stored; until then the previous checkpoint is. Call it on every rank, with the same name of
+        the folder: its path in `checkpoint_folder`, or else its last component. You may delete the
+        folder at once, but don't change its files: make a new folder for each step. Files are
+        copied as they are, never unpickled.
 
         Args:
-            folder: with this rank's files, at any depth.
-            step: the checkpoint's number, larger than the one before it: the steps that are done,
-                over all attempts. Equal on all ranks.
-            files: which of its files this rank commits, by their paths in it. Needed if the ranks
-                share the folder, so that each names its own. None: all of them.
+            folder: the folder with this rank's files, at any depth.
+            step: the checkpoint's number: the number of finished steps over all attempts. It must
+                be larger than that of the previous commit and equal on all ranks.
+            files: the files that this rank commits, as paths in the folder. Needed if the ranks
+                share the folder: each rank then names its files. None: all files.
 
         Raises:
-            InvalidParamsError: there are no such files, the step isn't a later one, or a file of
-                the commit before was changed, or is another one on another rank.
-            BadKeyError: a file's name can't be that of an object in a storage.
-            CheckpointError: the one before can't be written and `checkpoint.on_failure` is "fail".
+            InvalidParamsError: there are no such files, the step isn't larger than the previous
+                one, a file of the previous commit was changed, or ranks have different files of
+                the same name.
+            BadKeyError: a file's name isn't valid for an object in a storage.
+            CheckpointError: the previous commit can't be written and `checkpoint.on_failure` is
+                "fail".
         """
         self._parts.program.folder.commit(Path(folder), step, files)
 
     def due(self, step: int, *, ends_epoch: int | None = None) -> "Due":
-        """Say what all ranks are to do at the end of a step of your own loop: save, stop, or both.
+        """Return what all ranks must do at the end of a step of your own loop: save, stop, or both.
 
             due = ctx.due(step)
             if due.save:
@@ -534,45 +551,48 @@ class RankContext:
             if due.stop:
                 break
 
-        A checkpoint is due as `CheckpointParams` say, at a stop, and when `checkpoint(force=True)`
-        asked for one. A stop is due at the next step after a cancel, the walltime, SIGTERM or
-        `request_stop`. It uses no collective, and takes microseconds.
+        A checkpoint is due at the intervals of `CheckpointParams`, at a stop, and after
+        `checkpoint(force=True)`. A stop is due at the next step after a cancel, the walltime,
+        SIGTERM or `request_stop`. A call uses no collective and takes microseconds.
 
         Args:
-            step: the one that ended, from 1, over all attempts; call it once in each, on all ranks.
-            ends_epoch: if the step is the last one of an epoch, that one's number, from 1.
+            step: the step that ended, from 1, counted over all attempts. Call `due` once in each
+                step, on all ranks.
+            ends_epoch: if the step is the last one of an epoch, the epoch's number, from 1.
 
         Returns:
             `save` and `stop`, equal on all ranks. Without `checkpoint_folder` nothing is saved.
 
         Raises:
-            InvalidParamsError: the step isn't a later one than before.
-            RuntimeError: there are several ranks and the process group isn't up.
+            InvalidParamsError: the step isn't larger than in the previous call.
+            RuntimeError: there are several ranks and the process group isn't initialized.
         """
         return self._parts.program.due(step, ends_epoch)
 
     def request_stop(self, reason: str) -> None:
-        """Have all ranks end `steps` after the same step, this or the next; a resume adds none.
+        """Have all ranks end `steps` after the same step: this one or the next.
 
-        One rank's request is enough. It is this step if all ranks ask in it.
+        A request by one rank is enough. If all ranks request it in the same step, `steps` ends
+        after this step. A later resume adds no steps.
 
         Args:
-            reason: for the log.
+            reason: written to the log.
         """
         logger.info("asks to stop after step %d: %s", self.step, reason)
         self._requests.ask_to_stop()
 
     def save(self, path: str, data: bytes | str) -> None:
-        """Write a file to the run's results, at once; `read_result` finds it.
+        """Write a file to the run's results, at once. `read_result` reads it.
 
-        Each attempt has files of its own: `runs/<run id>/results/<attempt>/<path>`.
+        Each attempt has its own files: `runs/<run id>/results/<attempt>/<path>`.
 
         Args:
-            path: relative, with forward slashes. Of ranks that write the same one, the last wins.
-            data: the whole content; text is written as UTF-8.
+            path: a relative path with forward slashes. If several ranks write the same path, the
+                last one wins.
+            data: the whole content; a string is written as UTF-8.
 
         Raises:
-            InvalidParamsError: the data are neither bytes nor text.
+            InvalidParamsError: the data are neither bytes nor a string.
             BadKeyError: the path leads outside of the results.
             SupersededError: a newer attempt of this run has begun.
             StorageError: it can't be written.
@@ -583,12 +603,13 @@ class RankContext:
         write_result(*run, path, data)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
+        """Write the last checkpoint and pending metrics. A second call has no effect.
 
-        Every rank has to come here, since they agree on the last checkpoint.
+        Call it on every rank, since the ranks agree on the last checkpoint.
 
         Args:
-            failed: by an exception: no last checkpoint is made, and nothing here raises.
+            failed: the code ended by an exception. Then no last checkpoint is made, and `close`
+                doesn't raise.
 
         Raises:
             CheckpointError: the last checkpoint can't be written.
@@ -611,8 +632,9 @@ _entered: list[RankContext] = []
 
 
 def current_context() -> RankContext | None:
-    """Return the RankContext of the code that asks, or None if there is none.
+    """Return the RankContext of this rank, or None if there is none.
 
-    For code that isn't given one, such as a script that runs as a `ddp_script` and under torchrun.
+    Use it in code that isn't passed a context, such as a script that runs both as a `ddp_script`
+    and under torchrun.
     """
     return _entered[-1] if _entered else None

@@ -38,7 +38,7 @@ RankFunction = Callable[Concatenate[RankContext, P], R]
 
 
 class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
-    """Options of `ddp_task` by keyword: our own, as TaskParams explains them, and Prefect's."""
+    """Options of `ddp_task` by keyword: those of TaskParams, and Prefect's task options."""
 
     world_size: int | None
     run_key: str | None
@@ -58,24 +58,24 @@ def ddp_task(
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on ranks of the flow's Dask cluster.
 
-    The function takes a RankContext first; the task is called without it, and returns rank 0's
-    value. Its flow uses a DaskTaskRunner. A retry of the task resumes what the function tracks
-    from its newest checkpoint; see `run_key` for retries of the flow run. `with_options` takes the
-    same options.
+    The function's first parameter is a RankContext. Call the task without it; the task returns
+    rank 0's value. The flow must use a DaskTaskRunner. A retry of the task restores tracked objects
+    from the newest checkpoint and continues there; see `run_key` for retries of the flow run. The
+    task's `with_options` takes the same options.
 
-    A test calls the function itself, in its own process and without Prefect or Dask:
+    In a test, call the function directly, without Prefect or Dask:
     `with RankContext.local() as ctx: fit.fn(ctx, ...)`.
 
     Args:
-        fn: the function, when the decorator is written without parentheses.
-        **options: Prefect's own task options (retries, retry_delay_seconds, tags,
-            timeout_seconds, ...) and ours, those at the end with their defaults.
+        fn: the function, if the decorator is written without parentheses.
+        **options: Prefect's task options (retries, retry_delay_seconds, tags, timeout_seconds,
+            ...), and the options listed below, with their defaults.
 
     Raises:
-        InvalidParamsError: an option is unknown or can't be so.
+        InvalidParamsError: an option is unknown or has an invalid value.
 
     Example:
-        A task that two ranks train, in a flow of yours:
+        A task that trains on two ranks, in your flow:
 
             from prefect_torch_ddp import RankContext, ddp_task
 
