@@ -89,3 +89,59 @@ def transformers(ctx: RankContext, folder: str, die_at: int | None, **chosen: An
 def stopped_transformers(ctx: RankContext, folder: str) -> str:
     """Train so until the sixth step, in which every rank asks for the end."""
     return transformers(ctx, folder, None, stop_at=5)
+
+
+def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+    """Train a net with dropout by Lightning's Trainer; return the digest of its weights."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+
+    from prefect_torch_ddp.integrations.lightning import attach
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)
+            )
+
+        def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+            die_once(Path(folder), self.global_step + 1, die_at)
+            if self.global_step + 1 == chosen.get("stop_at"):
+                ctx.request_stop("the test asks for it")
+            loss = self.layers(batch["input_ids"] / 50).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, _index: int) -> None:
+            self.log("val_loss", self.layers(batch["input_ids"] / 50).mean(), sync_dist=True)
+
+        def val_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Texts(), batch_size=4)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), 0.01)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": chosen.get("each", "epoch")}]
+
+    pl.seed_everything(7)
+    data = torch.utils.data.DataLoader(Texts(), batch_size=4, shuffle=True)
+    model = Net()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=chosen.get("max_epochs", 3),
+        max_steps=chosen.get("max_steps", -1),
+        accumulate_grad_batches=chosen.get("accumulate", 1),
+        log_every_n_steps=2,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model, data, ckpt_path=attach(trainer))
+    return f"{trainer.global_step} {digest_of(model)}"

@@ -1,0 +1,118 @@
+"""Lightning's Trainer is killed on real ranks and ends with the undisturbed bits."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from distributed import Client, LocalCluster
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import (
+    CheckpointParams,
+    InvalidParamsError,
+    RankContext,
+    ddp_task,
+    list_runs,
+    read_metrics,
+    run_gang,
+)
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import RUN_WITH_CONTEXT
+from tests.support.ranks import config_for
+from tests.workloads import trainers
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.extended,
+    pytest.mark.usefixtures("prefect_api"),
+]
+
+
+def test_a_killed_lightning_trainer_ends_with_the_undisturbed_bits(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """A Trainer with dropout resumes in mid-epoch, and shows steps, metrics and checkpoints."""
+    policy = CheckpointParams(every_s=None, every_steps=3)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+
+    def train(folder: Path, die_at: int | None) -> object:
+        folder.mkdir()
+        task = ddp_task(
+            world_size=2, max_restarts=1, storage=str(folder / "storage"), checkpoint=policy
+        )(trainers.lightning)
+        return task.submit(str(folder), die_at)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def nightly() -> list[object]:
+        # One after the other: the cluster has two workers.
+        return [train(straight, None).result(), train(killed, 9).result()]
+
+    undisturbed, resumed = nightly()
+    assert resumed == undisturbed
+    assert (killed / "killed-at-9").exists()
+    storage = DirectoryStorage(killed / "storage")
+    runs = list_runs(storage)
+    assert (runs["state"].tolist(), runs["attempts"].tolist()) == (["completed"], [2])
+    run_id = runs["run_id"][0]
+    assert [each.step for each in list_manifests(storage, run_id)] == [12, 15]
+    metrics = read_metrics(storage, run_id)
+    assert metrics["step"].max() == 15
+    assert metrics["loss"].notna().sum() >= 7
+    assert metrics["val_loss"].notna().sum() >= 3
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"stop_at": 5},
+        {"stop_at": 7, "max_epochs": -1, "max_steps": 15, "each": "step"},
+    ],
+    ids=["at an epoch's end", "by steps"],
+)
+def test_a_lightning_trainer_stops_at_a_step_and_continues(
+    tmp_path: Path, dask_cluster: LocalCluster, chosen: dict[str, object]
+) -> None:
+    """A Trainer stops after the step of the request; the next attempt ends as if it hadn't."""
+    plain = {name: value for name, value in chosen.items() if name != "stop_at"}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+
+    with Client(dask_cluster) as client:
+
+        def train(folder: Path, options: dict[str, object]) -> list[str]:
+            fn = partial(trainers.lightning, **options)
+            call = config_for(folder, 4), fn, (str(folder), None)
+            return run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+
+        values = train(stopped, chosen)
+        assert [int(value.split()[0]) for value in values] == [chosen["stop_at"]] * 2
+        newest = list_manifests(DirectoryStorage(stopped), "run")[-1]
+        assert newest.step == chosen["stop_at"]
+        names = {Path(item.path).name for item in newest.objects}
+        assert {"trainer.ckpt", "generators-0.pt", "generators-1.pt"} <= names
+        assert train(stopped, plain) == train(straight, plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"min_epochs": 2}, "min_epochs or min_steps"),
+        ({"devices": 2}, "rank 0 of 2 where it is 0 of 1"),
+    ],
+    ids=["min_epochs", "devices"],
+)
+def test_what_a_lightning_trainer_cant_keep_right_is_refused(
+    option: dict[str, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the option, before the first step."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    import pytorch_lightning as pl
+
+    from prefect_torch_ddp.integrations.lightning import attach
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **option)
+    assert attach(trainer) is None, "there is no RankContext yet"
+    with RankContext.local(), pytest.raises(InvalidParamsError, match=said):
+        attach(trainer)
