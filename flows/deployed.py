@@ -1,7 +1,7 @@
 """A flow for each example workload, whose run form shows and checks that workload's own options.
 
 `deployments/prefect.yaml` deploys them; `python -m flows.deployed` serves them from this machine,
-as `digits-laptop` and so on, without a work pool. A flow for a workload of your own is four lines
+as `digits-laptop` and so on, without a work pool. A flow for your own workload is four lines
 of parameters and three of flow; its options must be importable without torch, which neither flows
 nor Dask workers load.
 """

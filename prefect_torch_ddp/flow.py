@@ -43,12 +43,12 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         params: the parameters of the run; see TrainParams.
 
     Raises:
-        InvalidParamsError: something given can't work; raised before a rank starts.
-        StorageError: the storage can't be used; raised before a rank starts, too.
-        RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and
-            cause.
-        CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and
-            wrote its checkpoint.
+        InvalidParamsError: a parameter is invalid; raised before a rank starts.
+        StorageError: the storage can't be used; also raised before a rank starts.
+        RankFailedError: a rank failed in the last attempt. The message names the rank, host,
+            attempt and cause.
+        CancelledRun: the run was cancelled by Ctrl-C, SIGTERM or Prefect. All ranks stopped after
+            the same step and wrote its checkpoint.
 
     Example:
         Two ranks on this machine, the weights and the scores in `~/prefect-torch-ddp`:
@@ -76,17 +76,18 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
 def evaluate_flow(
     checkpoint: str, storage: str | None = None, cluster: ClusterParams | None = None
 ) -> Report:
-    """Evaluate a checkpoint of a run of train_flow on held-out data, also while it trains.
+    """Evaluate a checkpoint of a train_flow run on held-out data. The run may still be training.
 
     Args:
-        checkpoint: its URI, as the report and the event prefect-torch-ddp.checkpoint.committed
-            have it; or a run's URI, s3://bucket/prefix/runs/ID, for its newest checkpoint.
-        storage: the block of the run's storage, where that has credentials of its own.
-        cluster: which Dask cluster evaluates; None: one like the run's.
+        checkpoint: the checkpoint's URI, as given in the report and in the event
+            prefect-torch-ddp.checkpoint.committed; or a run's URI, s3://bucket/prefix/runs/ID,
+            for its newest checkpoint.
+        storage: the block of the run's storage, if the storage needs its own credentials.
+        cluster: the Dask cluster to evaluate on. None: one like the run's.
 
     Raises:
-        InvalidParamsError: there is no record of such a run, or it isn't one of train_flow.
-        CheckpointError: there is no such checkpoint any more, or it is damaged.
+        InvalidParamsError: there is no record of such a run, or it isn't a run of train_flow.
+        CheckpointError: the checkpoint no longer exists, or is damaged.
     """
     run, point = Run.from_checkpoint(checkpoint, storage, cluster)
     params = run.params
@@ -106,7 +107,7 @@ def _run(run: Run) -> TrainReport:
             is_here = connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
-        # future lives. Beside the cluster what needs no ranks is done here: a Dask worker takes
+        # future lives. Next to the cluster, what needs no ranks is done here: a Dask worker takes
         # 0.1 s to begin a task.
         there = find_dataset(run.storage, run.dataset_id)
         prepare_now = prepare.with_options(refresh_cache=there is None)
@@ -138,7 +139,7 @@ def _run(run: Run) -> TrainReport:
 @contextmanager
 def _served(params: TrainParams) -> Iterator[None]:
     """Have all tasks use the flow run's server, and end should the flow's process be killed."""
-    # On another's cluster in good order.
+    # On a cluster that isn't ours, end gracefully.
     grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
     with closed_if_killed(UUID(flow_run.id), grace_s), flow_server():
         yield

@@ -18,7 +18,7 @@ class Result(BaseModel):
 
 
 Rows = Sequence[tuple[str, str]]
-"""What a person reads of a result: a word and its value in each row; empty values are left out."""
+"""A result as people see it: a label and its value in each row. Empty values are left out."""
 
 
 def in_lines(rows: Rows) -> str:
@@ -78,7 +78,7 @@ class WorstSample(Result):
     """A sample with one of the highest losses."""
 
     loss: float | None
-    """None where it was nan or infinite, which ranks first."""
+    """None if it was nan or infinite; such samples come first."""
     true: str
     predicted: str
     image: str = Field(
@@ -93,7 +93,7 @@ class Report(Result):
 
     num_samples: int
     accuracy: float | None = None
-    """Share of right answers, 0 to 1."""
+    """Share of correct predictions, 0 to 1."""
     loss: float | None = None
     """Mean over all samples."""
     classes: tuple[ClassScore, ...] = ()
@@ -102,7 +102,7 @@ class Report(Result):
     metrics: dict[str, float] = {}
     """Anything else the workload measured."""
     worst_samples: Annotated[tuple[WorstSample, ...], Field(max_length=MAX_WORST_SAMPLES)] = ()
-    """Those with the highest losses, the worst first."""
+    """The samples with the highest losses, the worst first."""
 
     @property
     def score(self) -> str:
@@ -139,18 +139,18 @@ class CheckpointRef(Result):
     step: int
     attempt: int
     uri: str
-    """The manifest's place."""
+    """The URI of its manifest."""
     metrics: dict[str, float] = {}
 
 
 class FailedAttempt(Result):
-    """An attempt to train that failed, and was followed by another."""
+    """A failed attempt that was followed by another one."""
 
     attempt: int
     world_size: int
-    """Its number of ranks; 0 where it ended before it had its workers."""
+    """Its number of ranks; 0 if it ended before it had its workers."""
     step: int | None
-    """The optimizer step it failed in, where that is known."""
+    """The optimizer step in which it failed; None if unknown."""
     summary: str
 
 
@@ -161,8 +161,8 @@ class TrainingSummary(Result):
     attempt: int
     """The attempt that finished; 1 when nothing failed, moved or grew."""
     world_size: int
-    """Of that attempt: fewer than asked for when workers were missing and `min_world_size`
-    allowed it, more when the gang grew by `max_world_size`."""
+    """Number of ranks of that attempt. It is smaller than requested if workers were missing and
+    `min_world_size` allowed it, and larger if the gang grew by `max_world_size`."""
     num_steps: int
     num_epochs: int
     duration_s: float
@@ -171,11 +171,11 @@ class TrainingSummary(Result):
     last_checkpoint: CheckpointRef | None
     best_checkpoint: CheckpointRef | None = None
     model_uris: dict[str, str] = {}
-    """The exported weights of each module that was tracked, by its name; see
+    """URIs of the exported weights of each tracked module, by its name; see
     `TrainReport.model_uri`."""
     resumed_from_step: int | None = None
     failures: tuple[FailedAttempt, ...] = ()
-    """What went wrong before, oldest first; a gang that moved or grew isn't among it."""
+    """The attempts that failed before, oldest first. A gang that moved or grew isn't listed."""
 
     @property
     def model_uri(self) -> str | None:
@@ -190,44 +190,44 @@ class EpochLedger(Result):
     epoch: int
     """Counts from 1."""
     num_samples: int
-    """Different samples that were trained on."""
+    """Number of different samples that were trained on."""
     num_draws: int = 0
-    """Draws, by weights or by an order of your own, that were trained on, of which some may be
-    missing or repeated; 0 where samples aren't drawn, but due once each."""
+    """Number of draws, by weights or by your own order, that were trained on. Some of them may be
+    missing or repeated. 0 if samples aren't drawn, but due once each."""
     num_draws_due: int = 0
-    """Draws of a whole epoch."""
+    """Number of draws in a whole epoch."""
     num_total: int
-    """Samples of the dataset; 0 where the record of it is lost."""
+    """Number of samples in the dataset; 0 if the record of it is lost."""
     is_finished: bool
-    """Whether it was completed; otherwise it is under way, or was left early."""
+    """Whether the epoch was completed. Otherwise it is in progress or was left early."""
     begins_at: int = 0
-    """Samples of it that the run this one started from had done; they are in that run's
-    ledger."""
+    """Number of the epoch's samples that were done by the run from which this one started. They
+    are in that run's ledger."""
     num_left_out: int = 0
-    """Samples of the tail that `drop_last` left out."""
+    """Number of samples in the tail that `drop_last` left out."""
     num_missing: int = 0
     missing: tuple[int, ...] = ()
-    """Some of their ids; none where these aren't known."""
+    """Some of their ids; empty if these aren't known."""
     num_repeated: int = 0
-    """Samples, or draws, that were trained on more than once."""
+    """Number of samples, or draws, that were trained on more than once."""
     repeated: tuple[int, ...] = ()
     """Some of their ids."""
     repeated_in: tuple[int, ...] = ()
-    """For each of these ids the step that took it again."""
+    """For each of these ids, the step that used it again."""
     num_unknown: int = 0
-    """Ids that the dataset doesn't have."""
+    """Number of ids that the dataset doesn't have."""
     unknown: tuple[int, ...] = ()
     """Some of them."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether each sample, or draw, that was due was trained on once."""
+        """Whether every sample, or draw, that was due was trained on exactly once."""
         return self.num_total > 0 and not (
             self.num_missing or self.num_repeated or self.num_unknown
         )
 
     def __str__(self) -> str:
-        """Say it in a line: `epoch 3: 1,437 samples, each once`."""
+        """Return it as a line: `epoch 3: 1,437 samples, each once`."""
         num, what = (self.num_draws, "draws") if self.num_draws else (self.num_samples, "samples")
         due = self.num_draws_due if self.num_draws else self.num_total
         parts = [f"{num:,} {what}" + ("" if self.is_finished else f" of {due:,}")]
@@ -261,48 +261,48 @@ class LedgerReport(Result):
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is a record, and each sample due was trained on once in each epoch."""
+        """Whether there is a ledger, and it has every due sample exactly once in each epoch."""
         return bool(self.epochs) and all(epoch.is_clean for epoch in self.epochs)
 
     def __str__(self) -> str:
-        """Say it in a line for each epoch."""
+        """Return a line for each epoch."""
         if not self.epochs:
             return f"run {self.run_id} has no ledger: ctx.steps keeps one with ledger=True"
         return "\n".join(map(str, self.epochs))
 
 
 class Goodput(Result):
-    """Where a training's wall time went, over all its attempts; in seconds.
+    """Where a training's wall time went, in seconds, over all its attempts.
 
-    The parts are measured on the rank that the others wait for, and add up to `wall_s`.
+    The parts are measured on the rank that the others wait for. They add up to `wall_s`.
     """
 
     run_id: str
     num_attempts: int
     wall_s: float
-    """From the claim of the first attempt to the end of the last; so far, while it trains."""
+    """From the start of the first attempt to the end of the last one; until now while it trains."""
     steps_s: float = 0.0
-    """Optimizer steps that count: forward, backward, waiting for peers, the update."""
+    """Useful optimizer steps: forward, backward, waiting for peers, the update."""
     redone_s: float = 0.0
-    """From the checkpoint that a later attempt resumed from to the failure: work that was lost."""
+    """Lost work: from the checkpoint from which a later attempt resumed to the failure."""
     starting_s: float = 0.0
-    """Processes, imports, the rendezvous, the code before `ctx.steps`, and compiling. An attempt
-    that failed before a rank wrote anything counts whole, what it waited for workers included."""
+    """Processes, imports, the rendezvous, the code before `ctx.steps`, and compiling. If an
+    attempt failed before a rank wrote anything, all of its time, including the wait for workers."""
     restoring_s: float = 0.0
     checkpoints_s: float = 0.0
-    """How long checkpoints held the training up."""
+    """Time for which checkpoints paused the training."""
     validation_s: float = 0.0
-    """What the body of an epoch's last step takes beyond a step; an estimate."""
+    """An estimate: by how much the body of an epoch's last step takes longer than another step."""
     queueing_s: float = 0.0
-    """Waiting for workers, and between a failure and the next attempt."""
+    """Waiting for workers, and the time between a failure and the next attempt."""
     data_s: float = 0.0
     """Waiting for the next batch."""
     other_s: float = 0.0
-    """Code outside of `ctx.steps` that no loop followed, such as a loop of your own."""
+    """Code outside of `ctx.steps` that no loop followed, such as your own loop."""
 
     @property
     def share(self) -> float:
-        """Share of the wall time that went into steps that count, 0 to 1."""
+        """Share of the wall time spent in useful steps, 0 to 1."""
         return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
@@ -316,19 +316,20 @@ class TrainReport(Result):
     epochs: tuple[EpochRow, ...]
     evaluation: Report
     checkpoint: CheckpointRef
-    """The one that was evaluated."""
+    """The checkpoint that was evaluated."""
     ledger: LedgerReport | None = None
     """Which samples were trained on, with `ledger=True`."""
     report_uri: str | None = None
-    """Where the report is, an HTML file; None if it couldn't be written."""
+    """URI of the report, an HTML file; None if it couldn't be written."""
 
     @property
     def model_uri(self) -> str | None:
-        """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`.
+        """URI of the evaluated checkpoint's weights for plain PyTorch, without `module.` in names.
 
-        They are of what was tracked as `model`, or of the only module: model.safetensors, or
-        model.pt where safetensors can't hold the state; model.json is beside it. None where there
-        is no such one; `training.model_uris` has all.
+        The file has the weights of the module that was tracked as `model`, or else of the only
+        tracked module. It is model.safetensors, or model.pt if safetensors can't hold the state;
+        model.json is in the same folder. None if there is no such module. `training.model_uris`
+        has the URIs of all modules.
         """
         return self.training.model_uri
 

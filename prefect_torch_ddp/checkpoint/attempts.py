@@ -89,14 +89,14 @@ def claim_times(storage: Storage, run_id: str) -> dict[int, float]:
 
 
 def newest_attempt(storage: Storage, run_id: str) -> int:
-    """Return the newest attempt that was claimed; 0 where none was."""
+    """Return the newest attempt that was claimed; 0 if none was."""
     prefix = attempts_prefix(run_id)
     numbers = (found.key.removeprefix(prefix) for found in storage.list(prefix))
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def refuse_superseded(storage: Storage, run_id: str, attempt: int) -> None:
-    """Raise SupersededError where a newer attempt has been claimed."""
+    """Raise SupersededError if a newer attempt has been claimed."""
     newest = newest_attempt(storage, run_id)
     if newest > attempt:
         raise _superseded(run_id, attempt, newest, "it ends here")

@@ -38,7 +38,7 @@ KEPT_S = 30.0
 """How long a checkpoint stays at least while the training runs, if the interval adapts: an
 evaluation that has found the newest one still has to start ranks and read it."""
 MOST_YOUNG = 15
-"""How many stay for that beside the `keep_last` newest: as many as an interval that adapts makes
+"""How many stay for that besides the `keep_last` newest: as many as an interval that adapts makes
 in that time."""
 MOST_YOUNG_ASKED_FOR = 2
 """The same if checkpoints are asked for by steps or epochs, which may come at any pace: the disk

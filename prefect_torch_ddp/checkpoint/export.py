@@ -35,7 +35,7 @@ def export_models(
     """Export a checkpoint's models to the attempt's folder; return the URIs of their weights.
 
     `names` are the tracked objects that are models; `about` is what else the cards say, such as
-    `model.json` beside `model.safetensors`. Each attempt has a folder of its own, so none that
+    `model.json` next to `model.safetensors`. Each attempt has its own folder, so none that
     is held up can undo what a newer one left.
 
     Raises:

@@ -201,7 +201,7 @@ def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
 def best(
     storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
 ) -> Manifest | None:
-    """Return a run's best checkpoint, the first of `ranked`; None where none has the metric."""
+    """Return a run's best checkpoint, the first of `ranked`; None if none has the metric."""
     return next(iter(ranked(list_manifests(storage, run_id), metric, mode)), None)
 
 

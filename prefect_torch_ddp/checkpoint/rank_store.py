@@ -48,7 +48,7 @@ class KeyValueStore:
         self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """Return a value, None where there is none yet; doesn't wait."""
+        """Return a value, None if there is none yet; doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def drop(self, key: str) -> None:
@@ -58,7 +58,7 @@ class KeyValueStore:
     def wait_for(
         self, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Wait for a value that a rank sets; None where it won't: it set `gone`, or `is_over`.
+        """Wait for a value that a rank sets; None if it won't: it set `gone`, or `is_over`.
 
         A rank that dies ends the whole gang, so there is no time limit.
         """
@@ -93,7 +93,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
 def wait_for_report(
     rank_store: KeyValueStore, rank: int, turn: int, *, is_last: bool
 ) -> dict[str, Any]:
-    """Return what a rank wrote of a checkpoint; turns grow, alike on all ranks.
+    """Return what a rank wrote of a checkpoint; turns grow, the same way on all ranks.
 
     Raises:
         InvalidParamsError: it takes no part in it: it is past it, at its end, or doesn't come.
@@ -167,7 +167,7 @@ def mean_metrics(
 
 
 def refuse_unshared(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> None:
-    """Raise InvalidParamsError where rank 0 doesn't find what other ranks wrote, by name and size.
+    """Raise InvalidParamsError if rank 0 doesn't find what other ranks wrote, by name and size.
 
     Or SupersededError: a newer attempt has begun, which deletes what this one wrote.
     """

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Restorer:
-    """Restores objects in place from one checkpoint; where there is none, leaves them alone."""
+    """Restores objects in place from one checkpoint; if there is none, leaves them unchanged."""
 
     storage: Storage
     checkpoint: Manifest | None
@@ -145,7 +145,7 @@ class Restorer:
         if found is None:
             begins_anew = is_own and item.begins_anew
             if begins_anew and manifest.find(shard_name(name, 0)) is not None:
-                text = "%r begins anew: the %s has the states of %d ranks, and here are %d"
+                text = "%r starts over: the %s has the states of %d ranks, and here are %d"
                 logger.warning(text, name, what, manifest.world_size, item.world_size)
                 return
             there = ", ".join(item.name for item in manifest.objects)
@@ -162,7 +162,7 @@ class Restorer:
             raise CheckpointError(msg) from error
 
     def restore_generators(self, rank: int) -> bool:
-        """Put a rank's random generators back; False where the checkpoint has none for it."""
+        """Put a rank's random generators back; False if the checkpoint has none for it."""
         manifest = self.manifest
         found = None if manifest is None else manifest.find(rank_name(rank))
         if manifest is None or found is None:
@@ -204,7 +204,7 @@ def _read(storage: Storage, manifest: Manifest, into: Path | None) -> dict[str, 
 def find_resumable(storage: Storage, run_id: str, into: Path | None = None) -> Found | None:
     """Return the newest checkpoint whose objects all verify; warn about newer ones that don't.
 
-    None where the run has no checkpoint. With `into` it is a folder, whose files are put there.
+    None if the run has no checkpoint. With `into` it is a folder, whose files are put there.
 
     Raises:
         InvalidParamsError: it is of the other kind.
@@ -223,7 +223,7 @@ def find_resumable(storage: Storage, run_id: str, into: Path | None = None) -> F
         msg = (
             f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: "
             f"{'; '.join(faults)}. Repair them, or delete {checkpoints_prefix(run_id)} there to "
-            "begin anew"
+            "start over"
         )
         raise CheckpointError(msg)
     return None

@@ -35,7 +35,7 @@ class ResumePoint:
     attempt: int | None = None
     """Who made the checkpoint of that step; None: the newest attempt whose checkpoint counts."""
     only_weights: bool = False
-    """Whether modules alone begin from there, and all else anew: the optimizer, the order."""
+    """Whether only modules are loaded from there; optimizer and data order start over."""
 
     @property
     def uri(self) -> str:
@@ -59,7 +59,7 @@ class ResumePoint:
         return read_manifest(self.storage, self.run_id, self.step, self.attempt)
 
     def find(self) -> Manifest:
-        """Return the same, for what a person named; InvalidParamsError where there is none."""
+        """Return the same, for what a person named; InvalidParamsError if there is none."""
         try:
             return self.manifest()
         except CheckpointError as error:

@@ -93,7 +93,7 @@ def checked_params(values: dict[str, Any]) -> "TrainParams":
     """Return the parameters of a training.
 
     Raises:
-        InvalidParamsError: names each that is unknown or can't be so, and what may be meant.
+        InvalidParamsError: names each unknown or invalid one, and what may be meant.
     """
     from pydantic import ValidationError
 

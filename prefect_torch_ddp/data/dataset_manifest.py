@@ -155,7 +155,7 @@ def in_parallel(
 
 
 def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
-    """Return a dataset's manifest, None where there is none.
+    """Return a dataset's manifest, None if there is none.
 
     Raises:
         NewerFormatError: it is of a newer format.

@@ -32,7 +32,7 @@ IN_MEMORY_BYTES = 256 * 2**20
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
-    """Return what the manifest of a published dataset says, None where there is none."""
+    """Return what the manifest of a published dataset says, None if there is none."""
     manifest = read_manifest(storage, dataset_id)
     return None if manifest is None else manifest.report(storage)
 

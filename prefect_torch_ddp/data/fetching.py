@@ -21,7 +21,7 @@ NUM_STAND_INS = 16
 
 SeedSamples: TypeAlias = bool | Literal["torch"]
 """Which generators are seeded for each sample in worker processes: python's, NumPy's and
-torch's; torch's alone; none."""
+torch's; only torch's; none."""
 
 BeforeEach: TypeAlias = Callable[[int], None] | None
 """Is called with a sample's position in its batch before the sample is made."""
@@ -148,7 +148,7 @@ def _stacks_by_index(tensor: object) -> bool:
 
 
 def _is_subset(dataset: object) -> TypeGuard[Subset[Any]]:
-    """Tell whether a dataset is torch's Subset, or a class of it that reads batches alike."""
+    """Tell whether a dataset is torch's Subset, or a class of it that reads batches as it does."""
     return getattr(type(dataset), "__getitems__", None) is Subset.__getitems__
 
 

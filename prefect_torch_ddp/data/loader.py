@@ -50,49 +50,49 @@ logger = logging.getLogger(__name__)
 class RankLoader:
     """Load a rank's share of each global batch of a map-style dataset, or of one in shards.
 
-    The global batches and their order follow from the seed and the epoch alone: the same for
-    every world size, each sample exactly once per epoch.
+    The global batches and their order depend only on the seed and the epoch. They are the same for
+    every world size, and each sample appears exactly once per epoch.
 
     Randomness: without virtual ranks, iterating doesn't touch the global random generators. In
-    worker processes (`num_workers` > 0) they are seeded anew for each sample from (seed, epoch,
-    sample index), so augmentation is the same whatever the number of workers, the world size or
-    the batch an epoch is resumed at, also through torch's `Subset`, `random_split` and
-    `StackDataset`. A dataset with a `__getitems__` of its own is seeded once per fetched batch,
-    by its first index: the same at the same world size. With `num_workers=0` the
-    dataset draws from the rank's own global generators, in order: a resumed training reproduces
-    it when their state is restored, as checkpoints do. No worker starts before it is iterated.
+    worker processes (`num_workers` > 0) they are seeded for each sample from (seed, epoch, sample
+    index). Augmentation is therefore independent of the number of workers, the world size and the
+    batch at which an epoch is resumed, also through torch's `Subset`, `random_split` and
+    `StackDataset`. A dataset with its own `__getitems__` is seeded once per fetched batch, by the
+    batch's first index; it is reproducible at the same world size. With `num_workers=0` the dataset
+    draws from the rank's global generators, in order. Checkpoints restore their state, so a
+    resumed training reproduces the draws. No worker starts before the first iteration.
 
     Args:
-        dataset: has `__len__` and `__getitem__`; or gives shards, see `data.shards.Sharded`; or a
-            `data.table`.
-        global_batch_size: samples per step over all ranks together.
+        dataset: a dataset with `__len__` and `__getitem__`; one in shards, see
+            `data.shards.Sharded`; or a `data.table`.
+        global_batch_size: number of samples per step over all ranks together.
         rank: this rank.
-        world_size: all ranks.
-        seed: decides the order of every epoch.
-        shuffle: a new order each epoch; otherwise the dataset's own.
+        world_size: number of ranks.
+        seed: determines the order of every epoch.
+        shuffle: use a new order in each epoch; otherwise the dataset's order.
         drop_last: leave out the epoch's uneven tail.
-        virtual_ranks: cut each global batch into so many shares, of which each rank loads its
-            own one by one, so that nothing that is loaded depends on the number of ranks.
-        keep_ids: have `lockstep` tell which samples each batch was made of, for a ledger.
-        keeps_epoch: tells whether `epoch` stays, since the number of passes isn't saved.
-        seed_samples: which generators are seeded. "torch": torch's alone, for a dataset and a
-            collate_fn that draw from no other one, as torchvision's v2 transforms do; False:
-            none, for those that draw nothing. Either saves some microseconds a sample, which
-            count where a sample takes less than a millisecond.
-        weights: a number for each sample: how often it is drawn, in relation to the others. An
-            epoch is then as many draws as there are samples, with replacement, in an order that
-            follows from the seed and the epoch. Each draw is augmented by itself.
-        order: a function that returns the indices of the samples of an epoch, from 0, in place of
-            `shuffle`; in each epoch equally many, and the same ones on every rank.
-        none_samples: what becomes of a sample that is None in a step. "refuse": on several ranks,
-            where the others would count for too much, an error names it before collate_fn gets
-            it; one rank trains on what collate_fn leaves, and it doesn't count as used. "keep":
-            collate_fn puts another one in its place, and it counts as planned.
-        **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers,
-            collate_fn or pin_memory.
+        virtual_ranks: number of shares into which each global batch is split. Each rank loads its
+            shares one by one, so that loading doesn't depend on the number of ranks.
+        keep_ids: have `lockstep` return the samples of each batch, for a ledger.
+        keeps_epoch: returns whether `epoch` stays, since the number of passes isn't saved.
+        seed_samples: which generators are seeded. "torch": only torch's, for a dataset and a
+            collate_fn that draw from no other, such as torchvision's v2 transforms. False: none,
+            for a dataset that draws nothing. Either saves some microseconds a sample, which
+            matters if a sample takes less than a millisecond.
+        weights: numbers of shape [samples]: how often each sample is drawn, relative to the others.
+            An epoch then has as many draws as there are samples, with replacement, in an order that
+            depends only on the seed and the epoch. Each draw is augmented separately.
+        order: a function that returns the indices of an epoch's samples, from 0, instead of
+            `shuffle`: equally many in each epoch, and the same ones on every rank.
+        none_samples: what to do about a sample that is None in a step. "refuse": on several ranks
+            an error names it before collate_fn gets it, since the others would get too much weight;
+            one rank trains on what collate_fn leaves, and the sample doesn't count as used. "keep":
+            collate_fn replaces it by another sample, and it counts as planned.
+        **dataloader_kwargs: other arguments of torch's DataLoader, such as num_workers, collate_fn
+            or pin_memory.
 
     Raises:
-        InvalidParamsError: the dataset or an argument can't work.
+        InvalidParamsError: the dataset or an argument is invalid.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of a DataLoader and the rank, all by name
@@ -119,7 +119,7 @@ class RankLoader:
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        """Whose order `iter(loader)` takes. It isn't saved: a loop of one's own sets it."""
+        """Whose order `iter(loader)` takes. It isn't saved: your own loop sets it."""
         self._keeps_epoch = keeps_epoch
         self._keeps_ids = keep_ids
         self._turn = 0
@@ -222,11 +222,11 @@ class RankLoader:
         return self.batches.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of one exact pass, for evaluation or a loop of one's own.
+        """Yield this rank's batches of one exact pass, for evaluation or your own loop.
 
         A pass has the order and augmentation of `epoch`, which advances when the second batch is
         requested: a rank that looks at a first batch alone keeps the order of the others. After a
-        restart it is 0 again: a loop of one's own tracks its epoch, and sets `epoch` to it.
+        restart it is 0 again: your own loop tracks its epoch, and sets `epoch` to it.
 
         Ranks may yield different numbers of batches, since some may have an empty share of the
         tail, so nothing that waits for other ranks belongs in the loop's body.

@@ -80,7 +80,7 @@ class ShardReader(Dataset[Any]):
     """Fetches samples by their position in an epoch.
 
     The order: all shards, shuffled, one after the other; that is cut into blocks of
-    `shuffle_buffer` samples, and each block is shuffled. It follows from seed and epoch alone.
+    `shuffle_buffer` samples, and each block is shuffled. It depends only on seed and epoch.
     A process reads forward, block by block; to begin in the middle it skips to the block within
     a shard, and opens no shard of which it needs nothing.
 

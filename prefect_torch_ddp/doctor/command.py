@@ -185,7 +185,7 @@ def _meeting() -> Callable[[], tuple[str, list[str]]]:
     """Return what each rank does: it travels whole, so that no rank loads this module."""
 
     def meet() -> tuple[str, list[str]]:
-        import torch  # noqa: PLC0415 - a rank's alone
+        import torch  # noqa: PLC0415 - only in a rank
         import torch.distributed as dist  # noqa: PLC0415
 
         backend = dist.get_backend()

@@ -1,4 +1,4 @@
 """The workload that comes with the package, so that `TrainParams()` trains something.
 
-It uses the public names alone, as a workload of your own does; nothing here imports an example.
+It uses only the public names, as your own workload does; nothing here imports an example.
 """

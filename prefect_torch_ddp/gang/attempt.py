@@ -80,9 +80,9 @@ async def _run(
 
 
 async def _reserve(reserving: Coroutine[Any, Any, bool], sink: Callable[[GangEvent], None]) -> bool:
-    """Reserve all agents; False when the gang is to be placed anew."""
+    """Reserve all agents; False if the gang has to be placed again."""
     try:
         return await reserving
     except WorkerLostError as error:
-        sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
+        sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed again"))
         return False

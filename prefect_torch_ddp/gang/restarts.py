@@ -89,7 +89,7 @@ class CallAttemptLog:
         self.last = record
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
-        """Do nothing: a call alone has no storage."""
+        """Do nothing: a call by itself has no storage."""
 
 
 class Restarts:

@@ -71,7 +71,7 @@ def who_has(package: str, everybody: Mapping[str, Mapping[str, str]]) -> dict[st
 
 
 def in_words(who: Mapping[str, Sequence[str]]) -> str:
-    """Say who has which version, the first alone by name."""
+    """Say who has which version; only the first is named."""
     return ", ".join(f"{each} {_places(names)}" for each, names in sorted(who.items()))
 
 

@@ -27,18 +27,19 @@ def warm(
 ) -> None:
     """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
-    Doesn't wait for it, nor for workers that join later, which the next gang warms. An idle fork
-    server lives for 1800 s. Where it can't be done, ranks start slower. Calling it again is free.
+    The call returns at once. Workers that join later are warmed by the next gang. An idle fork
+    server ends after 1800 s. If warming fails, ranks only start slower. You may call this again at
+    no cost.
 
     Args:
         client: a synchronous Dask client.
-        code: the function, the script or the workload of the next gang: the libraries that are
-            loaded ahead for it are loaded too.
-        preload: the libraries that the next gang names; see `GangParams`.
+        code: the function, script or workload of the next gang. The libraries that are preloaded
+            for it are loaded too.
+        preload: the `preload` option of the next gang: names of packages.
 
     Raises:
-        InvalidParamsError: the client isn't synchronous, or not connected; `preload` names a
-            module of your own.
+        InvalidParamsError: the client isn't synchronous or isn't connected, or `preload` names one
+            of your own modules.
     """
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]

@@ -127,7 +127,7 @@ class FunctionEnded:
 
 @dataclass(frozen=True)
 class RankReturned:
-    """A rank's function returned, and all that it leaves is written."""
+    """A rank's function returned, and everything that it leaves is written."""
 
     rank: int
 

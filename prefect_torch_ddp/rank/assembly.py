@@ -164,7 +164,7 @@ class ContextParts:
     def export_models(self, workload: str) -> dict[str, str]:
         """Export a closed training's models, on rank 0; return their URIs by name.
 
-        None where none was tracked or the training was stopped.
+        None if none was tracked or the training was stopped.
         """
         if self.info.rank != 0 or self.progress.stopped_by is not None or not self._has("saver"):
             return {}

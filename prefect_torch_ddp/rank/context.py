@@ -108,7 +108,7 @@ class RankContext:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
-        # Not what the caller asks of a rank alone, before `steps` has met it: code that left its
+        # Not what the caller asks of only one rank, before `steps` has met it: code that left its
         # loop then would end as one that is done, while the gang was to go on with more ranks.
         return self._progress.has_stopped or (self.world_size == 1 and self._requests.wants_stop)
 

@@ -194,7 +194,7 @@ def current_link() -> Link:
 def report_progress() -> None:
     """Tell the supervisor that this rank makes progress; for functions that don't use `steps`.
 
-    Costs less than a microsecond. Once a rank has called it, its gang is expected to keep making
-    progress, if `progress_timeout_s` is set. Outside a gang it does nothing.
+    A call takes less than a microsecond. After a rank's first call, its gang must keep making
+    progress if `progress_timeout_s` is set. Outside of a gang it does nothing.
     """
     _link.heartbeat.progress()

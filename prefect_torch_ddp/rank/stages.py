@@ -88,15 +88,16 @@ def stage_function(workload: str, stage: str) -> Callable[..., Any]:
 
 
 def read_options(model: type[M], options: Mapping[str, Any]) -> M:
-    """Return the options as a model, in which a misspelt name is an error and not a default.
+    """Return the options as a model, so that a misspelt name raises an error.
 
     Args:
-        model: a `prefect_torch_ddp.Params` with a field for each option, its default and limits.
+        model: a subclass of `prefect_torch_ddp.Params` with a field for each option, which has its
+            default and limits.
         options: `ctx.options`.
 
     Raises:
-        InvalidParamsError: one is unknown, missing or out of its limits; names it, and shows
-            those there are.
+        InvalidParamsError: an option is unknown, missing or out of its limits. The message names
+            it and lists the known options.
     """
     try:
         return model.model_validate(dict(options))

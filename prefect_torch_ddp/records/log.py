@@ -121,7 +121,7 @@ class RecordLog:
             self._write_full()
 
     def close(self) -> None:
-        """Write all that is left; raises StorageError after a few tries."""
+        """Write everything that is left; raises StorageError after a few tries."""
         if self._thread is None:
             return
         self._is_closing = True

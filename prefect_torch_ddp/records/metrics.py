@@ -31,7 +31,7 @@ ROW = np.dtype(
         ("num_samples", np.int64),
     ]
 )
-"""What every record has, beside its metrics; epochs count from 1, the time is in Unix seconds.
+"""What every record has besides its metrics; epochs count from 1, the time is in Unix seconds.
 
 Samples that aren't known, though the record is of a step, are `UNKNOWN_SAMPLES` of
 `records/log.py`.

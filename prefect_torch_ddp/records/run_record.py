@@ -177,7 +177,7 @@ def read_record(storage: Storage, run_id: str, experiment: str | None = None) ->
 
 
 def find_record(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
-    """Return a run's record; None where there is none that can be read."""
+    """Return a run's record; None if there is none that can be read."""
     try:
         return read_record(storage, run_id, experiment)
     except InvalidParamsError:

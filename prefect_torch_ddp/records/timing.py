@@ -38,7 +38,7 @@ class TimingLine:
     num_epoch_ends: int
     """Steps that were the last of their epoch."""
     rss_bytes: int
-    """The most memory of the process so far; 0 where it isn't known."""
+    """The most memory of the process so far; 0 if it isn't known."""
     cuda_bytes: int
     """The most memory that torch had in use on its GPU so far; 0 without one."""
     seconds: Mapping[str, float]
@@ -52,7 +52,7 @@ class TimingLine:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds of waiting for peers; 0 where that isn't known."""
+        """Seconds of waiting for peers; 0 if that isn't known."""
         return self.seconds.get("waiting", 0.0)
 
     def spent(self, phases: Iterable[str]) -> float:

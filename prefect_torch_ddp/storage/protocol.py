@@ -22,7 +22,7 @@ CHANGED = (
     "changed since it was listed: list it again, by running prepare again, "
     "or keep data in use unchanged"
 )
-"""What is said of an object that isn't the listed one any more."""
+"""Error text for an object that isn't the listed one any more."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Readable(ABC):
 
     @property
     def local_folder(self) -> Path | None:
-        """The folder whose files are its objects, by their keys; None where there is none."""
+        """The folder whose files are its objects, by their keys; None if there is none."""
         return None
 
 

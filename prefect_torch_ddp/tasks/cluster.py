@@ -73,7 +73,7 @@ def _skip_last_collection() -> None:
 def connect(params: TrainParams, storage: Storage) -> bool:
     """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
 
-    Returns whether it has workers, all on this machine. Raises InvalidParamsError where the address
+    Returns whether it has workers, all on this machine. Raises InvalidParamsError if the address
     can't be reached, the cluster class can't be imported or started, or the workers there are don't
     share the storage.
     """
@@ -103,10 +103,10 @@ def connect(params: TrainParams, storage: Storage) -> bool:
 def with_ranks_placed(params: TrainParams) -> TrainParams:
     """Return parameters that say how many ranks a Dask worker holds.
 
-    Where this run is to start a local cluster of its own, and nothing is said of it, one worker
-    holds all: they are forked from one process that has torch loaded. Each further worker would
-    load it again, 3 s of a core, for a cluster that lives as long as the run. Raises
-    InvalidParamsError where the training is to grow, since that cluster can't.
+    If this run starts its own local cluster, and no argument describes that cluster, one worker
+    runs all ranks: they are forked from one process that has torch loaded. Each further worker
+    would load it again, 3 s of a core, for a cluster that lives as long as the run. Raises
+    InvalidParamsError if the training is to grow, since that cluster can't.
     """
     if params.ranks_per_worker is not None:
         return params
@@ -213,7 +213,7 @@ def _wait_until_connected(client: distributed.Client) -> None:
 def _refuse_second_life(
     client: distributed.Client, worker: distributed.Worker, key: object
 ) -> None:
-    # A task that Dask has taken from this worker would train beside the one that replaced it.
+    # A task that Dask has taken from this worker would train in parallel to its replacement.
     scheduler: Any = client.scheduler
     limit_s = liveness_timeout_s()
     tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), limit_s))

@@ -21,31 +21,31 @@ def ddp_script(
     resume_args: Sequence[object] = (),
     **options: Unpack[DdpTaskOptions],
 ) -> Task[..., None]:
-    """Make a script for torchrun a Prefect task that runs on ranks of the flow's Dask cluster.
+    """Make a torchrun script a Prefect task that runs on ranks of the flow's Dask cluster.
 
-    Nothing in the script has to change: it initialises the process group from the environment and
-    keeps its own checkpoints. A call may add arguments, so that the task can be mapped:
-    `train("--seed", 1)`. In the script `current_context()` returns its RankContext, and None under
-    torchrun.
+    The script needs no changes: it initialises the process group from the environment and writes
+    its own checkpoints. A call of the task may add arguments, `train("--seed", 1)`, so the task can
+    be mapped. In the script, `current_context()` returns the RankContext; under torchrun it returns
+    None.
 
     Args:
-        script: its path, which every worker has to reach, or `"-m package.module"`. A relative path
-            is one of the directory where this is called.
-        args: its `sys.argv[1:]`; each is made a text.
-        resume_args: what is added if an attempt of the same training came before, a restart's or a
-            retry's: what the script takes to continue from its own checkpoint.
-        **options: those of `ddp_task`. By default `process_group` is "user", and the task has the
-            script's name.
+        script: path of the script, readable on every worker, or `"-m package.module"`. A relative
+            path is resolved against the current directory of this call.
+        args: the script's `sys.argv[1:]`; each value is converted to a string.
+        resume_args: arguments to add after a restart or a retry of the same training, with which
+            the script continues from its own checkpoint.
+        **options: those of `ddp_task`. The default of `process_group` is "user", and that of the
+            task's name is the script's name.
 
     Returns:
-        The task. Its result is None; the script's files are its own matter.
+        The task. Its result is None. Files that the script writes aren't collected.
 
     Raises:
-        InvalidParamsError: an option is unknown or can't be so; `script` names no script, or, when
-            the task is called, a file that isn't there.
+        InvalidParamsError: an option is unknown or has an invalid value, or `script` doesn't name a
+            script. When the task is called: the script's file doesn't exist.
 
     Example:
-        What torchrun would be given, as a task for two ranks:
+        Run a script on two ranks as torchrun would:
 
             from prefect_torch_ddp import ddp_script
 

@@ -232,7 +232,7 @@ class GangTask(Task[P, R]):
 
 @dataclass(kw_only=True)
 class _CachedTraining(CachePolicy):
-    """Prefect's key for a call, and what else its training depends on; none where it has none."""
+    """Prefect's key for a call, and what else its training depends on; none if it has none."""
 
     inner: CachePolicy
     chosen: str

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class NannyProcess(ProcessInterface):
-    """A worker of the cluster: its nanny has a process of its own, see `gang/worker/nanny.py`."""
+    """A worker of the cluster: its nanny has its own process, see `gang/worker/nanny.py`."""
 
     def __init__(self, scheduler: str, **options: Any) -> None:
         """Keep what to start; Dask's options of a nanny."""

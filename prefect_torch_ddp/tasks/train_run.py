@@ -40,7 +40,7 @@ class Run:
 
     @classmethod
     def from_params(cls, params: TrainParams) -> Self:
-        """Resolve all that the run of this flow run needs, before anything is started.
+        """Resolve everything that the run of this flow run needs, before anything is started.
 
         Raises:
             InvalidParamsError, CheckpointError, StorageError: something given can't work.

@@ -147,10 +147,10 @@ def dataset_id(
 
 
 def check_options(workload: WorkloadSource, names: Iterable[str]) -> None:
-    """Refuse options that the workload never reads, where its source shows all that it reads.
+    """Refuse options that the workload never reads, if its source shows all reads.
 
     Raises:
-        InvalidParamsError: names each, the one that may have been meant, and all that there are.
+        InvalidParamsError: names each, the likely intended one, and all known ones.
     """
     known = known_options(workload)
     if known is None or not (strangers := [name for name in names if name not in known]):
@@ -277,7 +277,7 @@ def _imported_from(name: str, tree: ast.Module) -> tuple[str, str] | None:
 
 
 def path_of(module_name: str, reference: str) -> Path:
-    """Return the source of a workload's module; raises InvalidParamsError where there is none."""
+    """Return the source of a workload's module; raises InvalidParamsError if there is none."""
     if module_name.endswith(".py"):  # finding it would run the module
         module = module_name.removesuffix(".py")
         msg = f"workload {reference!r} is a file's name; give its module's: {module}"

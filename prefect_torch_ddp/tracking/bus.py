@@ -82,12 +82,12 @@ class RunEvents:
     def _send(self, name: str, payload: dict[str, Any]) -> None:
         resource = dict(self._resource)
         if "state" in payload:
-            resource[f"{NAMESPACE}.state"] = payload["state"]  # automations match by labels alone
+            resource[f"{NAMESPACE}.state"] = payload["state"]  # automations match only by labels
         try:
             whole = {**self._about, **payload}
             plain = to_jsonable_python(whole, inf_nan_mode="strings", fallback=str)
             emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
-        except Exception as error:  # noqa: BLE001 - the training goes on without its events
+        except Exception as error:  # noqa: BLE001 - the training continues without its events
             level = logging.DEBUG if self._has_failed else logging.WARNING
             logger.log(level, "the event %s could not be sent: %r", name, error)
             self._has_failed = True

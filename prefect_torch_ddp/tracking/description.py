@@ -70,7 +70,7 @@ def draft_record(
 def complete_record(
     storage: Storage, run_id: str, experiment: str, evaluation: Report, checkpoint: CheckpointRef
 ) -> RunRecord | None:
-    """Put on record what was evaluated; None where there is no record, or the storage fails."""
+    """Put on record what was evaluated; None if there is no record, or the storage fails."""
     logger = get_run_logger()
     try:
         record = find_record(storage, run_id, experiment)
@@ -106,7 +106,7 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:
-    """Count the files in each folder at the top of a dataset; nothing where there are many."""
+    """Count the files in each folder at the top of a dataset; nothing if there are many."""
     if dataset is None or dataset.num_files > MAX_FILES:
         return {}
     manifest = read_manifest(storage, dataset.dataset_id)

@@ -16,7 +16,7 @@ OTHER_NAMES = {
     "sklearn": "scikit-learn",
     "yaml": "PyYAML",
 }
-"""Distributions that aren't named as their module; to ask all that are installed takes a second."""
+"""Distributions that aren't named as their module; asking every installed one takes a second."""
 
 
 def git_commit(folder: Path) -> tuple[str | None, bool]:
@@ -39,7 +39,7 @@ def versions_for(source: Path | None, module: str) -> dict[str, str]:
     """Return the versions of Python, of what we stand on, and of what a module imports.
 
     Args:
-        source: the module's file; None where there is none.
+        source: the module's file; None if there is none.
         module: its name. Other modules of its own are followed, those of a distribution not.
     """
     found = dict(versions())

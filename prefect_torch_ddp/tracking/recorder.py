@@ -56,7 +56,7 @@ class RunRecorder:
         Args:
             storage: of the run.
             draft: what is known of it now.
-            source: the workload's file; None where it has none, as in a notebook.
+            source: the workload's file; None if it has none, as in a notebook.
         """
         self.record = draft
         """What is known by now."""

@@ -51,7 +51,7 @@ def resume_point(
 
 
 def weights_from(point: ResumePoint | None) -> str | None:
-    """Return the run whose weights alone a run begins with, if it does."""
+    """Return the run of which a run loads only the weights, if there is one."""
     return point.run_id if point is not None and point.only_weights else None
 
 
@@ -65,7 +65,7 @@ def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | Non
 
 
 def still_trains(record: RunRecord) -> bool:
-    """Whether a run goes on in this very flow run, or in another that hasn't ended for Prefect.
+    """Whether a run continues in this very flow run, or in another that hasn't ended for Prefect.
 
     That is also one which was suspended: its record says cancelled, as the training did stop. What
     this very flow run cancelled is over: it was resumed or retried, and its tasks have new ids.

@@ -34,21 +34,21 @@ def read_metrics(
     """Return a run's metrics as a pandas DataFrame: a row per record or step, a column per metric.
 
     The columns before the metrics are step, epoch (from 1), rank, attempt, time (a timestamp in
-    UTC) and num_samples. While the run trains, its newest records are there after 1 to 30 seconds,
-    in a long run after a 64th of its age.
+    UTC) and num_samples. While the run trains, a new record can be read after 1 to 30 seconds; in
+    a long run, after a 64th of the run's age.
 
     Args:
         storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of
             credentials, a Prefect block such as `s3-bucket/name`, or a Storage.
         run_id: the name of its folder below `runs`.
-        by: `record`: a row is what one rank recorded; `step`: what all ranks recorded at a step,
-            without the column rank. There a metric is the mean over the ranks, weighted by their
-            samples, and in validation metrics equally; num_samples are those of all ranks, and
-            time is the latest.
-        all_attempts: also the records of steps that a later attempt did again, or took back.
+        by: `record`: a row is a record of one rank. `step`: a row has the records of all ranks at
+            a step, without the column rank. A metric is then the mean over the ranks, weighted by
+            their samples; validation metrics are weighted equally. num_samples is the sum over the
+            ranks, and time is the latest.
+        all_attempts: include the records of steps that a later attempt repeated or withdrew.
 
     Raises:
-        InvalidParamsError: there is no such run, `by` is neither, or pandas isn't installed.
+        InvalidParamsError: there is no such run, `by` is invalid, or pandas isn't installed.
         StorageError: the storage can't be read.
 
     Example:
@@ -72,8 +72,8 @@ def read_metrics(
 def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     """Check the ledger of a run: the samples of each epoch, over all its attempts.
 
-    What counts is what survived: steps that a later attempt did again, or took back, don't.
-    Memory: a byte for each sample and epoch.
+    Steps that a later attempt repeated or withdrew don't count. This needs one byte of memory for
+    each sample and epoch.
 
     Args:
         storage: where the run is, as for `read_metrics`.
@@ -93,8 +93,8 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
 def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     """Return where the wall time of a run's training went, over all its attempts.
 
-    While the run trains it is that of a moment ago: ranks write it down after 1, 2, 4 ... seconds,
-    later every 30 s and at each checkpoint. Clocks of the machines have to agree.
+    While the run trains, the numbers lag: ranks write them after 1, 2, 4 ... seconds, later every
+    30 s and at each checkpoint. The clocks of the machines have to agree.
 
     Args:
         storage: where the run is, as for `read_metrics`.
@@ -112,7 +112,7 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
 
 
 def goodput_so_far(where: Storage, run_id: str) -> Goodput:
-    """Return the same, of a run that may have written nothing yet."""
+    """Return the same for a run that may have written nothing yet."""
     failed = {record.attempt: record.time for record in attempts.read_failures(where, run_id)}
     return timing.read_goodput(where, run_id, attempts.claim_times(where, run_id), failed)
 
@@ -124,12 +124,13 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     duration_s, attempts, world_size, steps, epochs, goodput (a share), best_metric and best_value,
     accuracy, loss and other metrics of the evaluation, `train.` and the last value of each
     metric, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
-    `training`, without a duration, until a retry of it goes on: `began` and Prefect's flow run tell
-    it from one that trains. A damaged record is left out, with a warning.
+    `training`, without a duration, until a retry of it continues. Use `began` and Prefect's flow
+    run to tell it from a run that trains. A damaged record is left out, with a warning.
 
     Args:
         storage: where the runs are, as for `read_metrics`.
-        experiment: only those of it, e.g. `train-ddp/nightly/flows.land_use`.
+        experiment: return only the runs of this experiment, e.g.
+            `train-ddp/nightly/flows.land_use`.
 
     Raises:
         InvalidParamsError: pandas isn't installed.
@@ -190,11 +191,11 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
     Args:
         storage: where the run is, as for `read_metrics`.
         run_id: the name of its folder below `runs`.
-        path: what was given to `ctx.save`.
+        path: the path that was passed to `ctx.save`.
 
     Raises:
-        BadKeyError: the path would leave the results.
-        ObjectNotFoundError: no attempt saved it; names those files that there are.
+        BadKeyError: the path leads outside of the results.
+        ObjectNotFoundError: no attempt saved it. The message names the files that exist.
         StorageError: the storage can't be read.
     """
     return attempts.read_result(storage_of(storage), run_id, path)
@@ -250,7 +251,7 @@ def _results(record: RunRecord) -> dict[str, Any]:
 
 
 def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield all that two runs are compared by, under what it is of and its name."""
+    """Yield the values by which two runs are compared, each under its group and name."""
     plain = record.model_dump(mode="json")
     for name in CODE:
         yield ("code" if name in ("commit", "is_dirty") else "run", name), plain[name]

@@ -38,7 +38,7 @@ def num_owners(manifest: Manifest, name: str) -> int:
 
 
 def find_own(manifest: Manifest, name: str, item: OwnState) -> ManifestObject | None:
-    """Return a rank's shard of an object; None: the checkpoint has none, or it begins anew.
+    """Return a rank's shard of an object; None: the checkpoint has none, or it starts over.
 
     Raises:
         CheckpointError: the states are those of another number of ranks.
@@ -52,7 +52,7 @@ def find_own(manifest: Manifest, name: str, item: OwnState) -> ManifestObject | 
     msg = (
         f"{name!r} was tracked by ctx.track_each on {manifest.world_size} ranks, and here are "
         f"{item.world_size}: no state is theirs. Resume on {manifest.world_size} ranks, or let "
-        "these states begin anew by ctx.track_each(on_other_world_size='begin', ...)"
+        "these states start over by ctx.track_each(on_other_world_size='begin', ...)"
     )
     raise CheckpointError(msg)
 

@@ -36,7 +36,7 @@ Digests = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Replicas:
-    """What the ranks should have in common beside what is tracked."""
+    """What the ranks should have in common in addition to tracked objects."""
 
     models: Sequence[nn.Module] = ()
     """Those whose gradients the ranks combine."""
@@ -101,14 +101,14 @@ def sketch(
 ) -> Sketch:
     """Sum up what is tracked, as it is now.
 
-    Parameters of wrapped models, of tracked optimizers, and all that have gradients are replicas:
+    Parameters of wrapped models, of tracked optimizers, and everything with gradients are replicas:
     each rank has to have the same. Others may be one rank's own, such as averaged weights that only
     rank 0 updates. Buffers are left out: forward passes change them on each rank, and rank 0's
     count. What isn't a tensor should be the same too: a resumed run gives every rank rank 0's.
 
     Args:
         objects: what is tracked, by name.
-        common: what the ranks should have in common beside that.
+        common: what else the ranks should have in common.
         at_first: the `digests_of` objects' states when they were tracked.
         asks_states: also look into objects that are neither modules nor optimizers, whose
             `state_dict` may take long.

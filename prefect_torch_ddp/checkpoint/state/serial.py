@@ -87,7 +87,7 @@ def _new_page() -> mmap.mmap:
 
 
 class Staging:
-    """Copies states to the CPU during a step, so that the slow part happens beside the next.
+    """Copies states to the CPU during a step, so that the slow part happens during the next one.
 
     The buffers of the previous copy are used again, so that one must not be needed any more.
     """
@@ -294,7 +294,7 @@ def capture_generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Put the generators back; a device that either side lacks is left alone."""
+    """Put the generators back; a device that either side lacks is skipped."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])

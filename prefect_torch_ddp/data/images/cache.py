@@ -40,13 +40,13 @@ class CachedReads(Readable):
     What is read from it was verified when it arrived (by its ETag where that is an MD5) and is
     verified again, by a SHA-256. A damaged file is fetched again, with a warning. Objects
     without an ETag aren't kept, since nobody could tell whether they changed. Where the folder
-    can't be used, or the disk is full, reading goes on without it, with one warning a process.
+    can't be used, or the disk is full, reading continues without it, with one warning a process.
     """
 
     storage: Readable
     """Where the objects are."""
     folder: Path
-    """On a local disk; made where there is none, for this user alone. `~` is expanded."""
+    """On a local disk; created if it doesn't exist, for this user only. `~` is expanded."""
     max_bytes: int = MAX_BYTES
     """Of all storages in the folder together. A twentieth of the disk, at most 4 GiB, is left
     free in any case."""
@@ -127,7 +127,7 @@ class CacheFolder:
         _lock(_open_or_make(f"{self._folder}/in_use.lock", os.O_RDWR), fcntl.LOCK_SH, PATIENCE_S)
 
     def get(self, part: ObjectPart) -> bytes | None:
-        """Return a part's bytes, None where it has none; a damaged file is removed."""
+        """Return a part's bytes, None if it has none; a damaged file is removed."""
         name = self._name(part)
         path = self._path(name)
         try:
@@ -178,7 +178,7 @@ class CacheFolder:
             self._no_writes_before = time.monotonic() + PAUSE_S
             _warn_once(
                 f"can't write to the cache {self._folder}: {error.strerror or error}; "
-                "reading goes on without it"
+                "reading continues without it"
             )
 
     def _name(self, part: ObjectPart) -> str:
@@ -254,7 +254,7 @@ class CacheFolder:
 
 @cache
 def folder_of(root: str, where: str, max_bytes: int) -> CacheFolder | None:
-    """Return this process's folder of a storage; None where it can't be used."""
+    """Return this process's folder of a storage; None if it can't be used."""
     try:
         return CacheFolder(root, where, max_bytes)
     except OSError as error:

@@ -41,33 +41,34 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         loader = ctx.loader(dataset, global_batch_size=64, num_workers=2)
         for images, labels in ctx.steps(loader, epochs=5): ...
 
-    A batch is read at once, over up to 32 connections, and the next one meanwhile: `ctx.loader`
-    sees to that, for a DataLoader of your own `data.LookAhead` does. Each object is one
-    request, tried again as the storage says, and compared with what was listed. The dataset may
-    be used before and after any fork, and sent to other processes. It reads local folders too.
+    All images of a batch are read concurrently, over up to 32 connections, while the previous batch
+    is used. `ctx.loader` does that; with your own DataLoader use `data.LookAhead`. Each object is
+    one request. It is retried by the storage's rules and compared with the listing. You may use the
+    dataset before and after a fork, and send it to other processes. It also reads local folders.
 
     Args:
-        uri: `s3://bucket/prefix`, a folder, or a storage; with `storage`, a path in that.
-        transform: of an image, after it was decoded.
-        target_transform: of a class number.
-        storage: what to read from, with its credentials; None: AWS's own chain finds them.
-        anonymous: whether requests aren't signed, as for public data.
-        endpoint_url: of a store other than AWS.
-        region: of the bucket.
-        cache: folder on a local disk that keeps what was read; for another limit than 50
-            GiB, give a `CachedReads` as uri.
-        index: folder that `write_index` wrote to, so that nothing is listed.
-        on_error: what a corrupt, vanished or changed image is: an error that names it; or
-            "skip": it is left out of its batch, which is smaller by it, with a warning that
-            counts.
-        loader: decodes; gets an open binary file, where torchvision's gets a path.
-        is_valid_file: tells from a key whether it is an image; None: by its extension.
+        uri: `s3://bucket/prefix`, a folder, or a storage; with `storage`, a path in that storage.
+        transform: applied to each decoded image.
+        target_transform: applied to each class number.
+        storage: the storage to read from, with its credentials. None: AWS's default chain of
+            credentials is used.
+        anonymous: don't sign requests, as for public data.
+        endpoint_url: URL of a store other than AWS.
+        region: region of the bucket.
+        cache: folder on a local disk that keeps objects that were read, up to 50 GiB. For another
+            limit, pass a `CachedReads` as uri.
+        index: folder to which `write_index` wrote; then nothing is listed.
+        on_error: what to do about a corrupt, missing or changed image. "raise": raise an error that
+            names it. "skip": leave it out of its batch, which is then smaller, with a warning that
+            counts such images.
+        loader: decodes an image. It gets an open binary file; torchvision's gets a path.
+        is_valid_file: returns for a key whether it is an image. None: decided by the extension.
         allow_empty: whether a class may have no image.
 
     Raises:
-        InvalidParamsError: the arguments don't fit together, or the index is another
-            dataset's.
-        NoImagesError: there is no class folder, or one without images.
+        InvalidParamsError: the arguments don't fit together, or the index belongs to another
+            dataset.
+        NoImagesError: there is no class folder, or a class has no images.
         StorageError: the images can't be listed.
     """
 
@@ -126,7 +127,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
 
     @property
     def targets(self) -> list[int]:
-        """The class number of each image, made anew each time."""
+        """The class number of each image, made again each time."""
         return self._targets.tolist()
 
     @property
@@ -138,7 +139,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return len(self._targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return one image with its class number; an image alone is never skipped.
+        """Return one image with its class number; a single image is never skipped.
 
         Raises:
             CorruptImageError: it can't be decoded.

@@ -86,7 +86,7 @@ def _is_in(key: str, prefix: str) -> bool:
     if key == prefix:
         return True
     if prefix and not key.startswith(f"{prefix}/"):
-        return False  # a neighbour whose name begins alike
+        return False  # a neighbour whose name begins the same way
     below = key.removeprefix(prefix).strip("/").split("/")
     return key.lower().endswith(SUFFIXES) and not any(part.startswith(("_", ".")) for part in below)
 

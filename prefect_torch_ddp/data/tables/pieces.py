@@ -175,7 +175,7 @@ class TablePieces:
         return {group.id for fragment in fragments for group in fragment.row_groups}
 
     def _refuse_known_nulls(self) -> None:
-        """Refuse nulls that a footer tells of; others show when they are read."""
+        """Refuse nulls that a footer reports; others show when they are read."""
         unfilled = {name for name, column in self.columns.items() if column.fill is None}
         looks = (
             (file, schema_column.path, file.metadata.row_group(group).column(i))

@@ -124,7 +124,7 @@ class AgentClient:
             await asyncio.sleep(0.05)
 
     async def _watched(self, task: "asyncio.Future[Any]", liveness: Liveness) -> Any:
-        # In turns: to a worker that just died Dask goes on connecting for 30 s.
+        # In turns: to a worker that just died Dask keeps connecting for 30 s.
         while not (await asyncio.wait({task}, timeout=min(MEMBERSHIP_S, liveness.left_s)))[0]:
             await self._check_alive(liveness)
         return task.result()

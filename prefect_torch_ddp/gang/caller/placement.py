@@ -38,7 +38,7 @@ class GangSize:
     grown: int | None = None
     """How many it may have where workers are free; None: no more than the most."""
     is_growing: bool = False
-    """Whether it stopped to grow: then it goes on with what is free, and waits for nobody."""
+    """Whether it paused in order to grow; it then starts with the workers that are free now."""
 
     def on(self, num_workers: int, num_free: int = 0) -> int:
         """Return the size that so many workers give, of which so many are free."""
@@ -167,7 +167,7 @@ _WAY_OUT = (
 def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> dict[str, str]:
     """Return for each worker, by its Dask address, the address at which its ranks are reached.
 
-    Raises InvalidParamsError where a worker has none there, GangError where other machines can't
+    Raises InvalidParamsError if a worker has none there, GangError if other machines can't
     reach one.
     """
     addresses = {worker.address: _address(worker, interface) for worker in workers}
@@ -211,7 +211,7 @@ def _matches(name: str, address: str, interface: str) -> bool:
 
 
 def _local_scope(address: str) -> str | None:
-    """Return why an address means something on its own machine alone; None where it doesn't."""
+    """Return why an address is valid only on its own machine; None if it isn't."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

@@ -145,7 +145,7 @@ async def until_gone(
 
 
 async def _lately_retired(client: Client) -> list[str]:
-    """Return workers that left in good order shortly before the newest event, and may live on."""
+    """Return workers that left gracefully shortly before the newest event, and may live on."""
     assert client.scheduler is not None
     asked = client.scheduler.events(topic="all")
     events = await asyncio.wait_for(asked, liveness_timeout_s())
@@ -225,7 +225,7 @@ async def identify(
 async def _identify_each(
     client: Client, addresses: list[str], *, warm: Preload | None = None
 ) -> list[WorkerIdentity]:
-    # Alone, each: to one that is gone Dask goes on connecting for 30 s.
+    # Alone, each: to one that is gone Dask keeps connecting for 30 s.
     each = [
         asyncio.wait_for(_ask(client, [address], warm=warm), SECOND_LOOK_S) for address in addresses
     ]
@@ -246,7 +246,7 @@ async def _ask(
         raise _scheduler_lost(error) from error
     for address, answer in answers.items():
         # Of an exception that doesn't come through pickle and tblib whole, such as this one,
-        # Dask sends the text alone.
+        # Dask sends only the text.
         if isinstance(answer, ImportError) or (
             isinstance(answer, Exception) and str(answer).startswith(IMPORT_ERRORS)
         ):

@@ -1,4 +1,4 @@
-"""A Dask nanny in a process of its own, for the local cluster that a run makes for itself.
+"""A Dask nanny in its own process, for the local cluster that a run makes for itself.
 
 Its worker is spawned from here, at the first start and after each death. A nanny in the process of
 the flow would have each worker import the flow's script as its main module: seconds for loading

@@ -48,7 +48,7 @@ LAST_LINES = 20
 
 
 class RankProcess:
-    """A process in a session of its own, which runs one rank."""
+    """A process in its own session, which runs one rank."""
 
     def __init__(self, launch: RankLaunch, payload: bytes, logs: LogFolder | None) -> None:
         """Start the process; raises OSError where that fails, with nothing left behind."""

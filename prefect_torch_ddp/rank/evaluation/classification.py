@@ -34,9 +34,9 @@ NUM_COLOURS = 3
 
 
 class ClassificationMeter:
-    """Count predictions on this rank; sum them up exactly over all ranks.
+    """Count predictions on this rank and sum them exactly over all ranks.
 
-    Only `report` communicates, so ranks may update any number of times, also never.
+    Only `report` communicates, so each rank may call `update` any number of times, or never.
 
     Example:
         In `evaluate`, each rank with its share of the held-out data:
@@ -71,7 +71,7 @@ class ClassificationMeter:
         loss: torch.Tensor | None = None,
         images: torch.Tensor | None = None,
     ) -> None:
-        """Count one batch; it may be empty.
+        """Add one batch, which may be empty.
 
         Args:
             logits: scores of shape [batch, classes], floating; or predicted classes of shape
@@ -87,7 +87,7 @@ class ClassificationMeter:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.
         """
         num_classes = len(self.class_names)
-        # Ranks may wait for one that validates alone.
+        # The other ranks may wait while one rank validates.
         current_link().heartbeat.progress(arms=False)
         self._refuse_misfits(logits, targets, loss, images)
         targets = targets.to(logits.device).long()
@@ -111,10 +111,10 @@ class ClassificationMeter:
             self._worst.add(images, loss, targets, predictions)
 
     def report(self) -> Report:
-        """Return the report over the samples of all ranks, each of which must call it.
+        """Return the report over the samples of all ranks. Every rank must call it.
 
-        It is the same on all ranks. The loss is None unless every sample had one, a number; the
-        metric `non_finite_losses` counts those that are nan or infinite.
+        The report is the same on all ranks. Its loss is None unless every sample had a finite loss;
+        the metric `non_finite_losses` counts losses that are nan or infinite.
 
         Raises:
             InvalidParamsError: no rank counted a sample; raised on every rank.
@@ -125,7 +125,7 @@ class ClassificationMeter:
         *cells, num_with_loss, num_with_image, num_non_finite = total[:-1].long().tolist()
         num_classes, num_samples = len(self.class_names), sum(cells)
         has_loss = num_samples and num_with_loss == num_samples
-        # Whether there are images is known to ranks without a sample from the sum alone.
+        # Whether there are images is known to ranks without a sample only from the sum.
         worst = self._worst.over_ranks(self.class_names) if num_with_image else ()
         return classification_report(
             [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)],

@@ -193,7 +193,7 @@ class LanguageMeter:
 
 
 def summed(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, each of which must call it; alone, a copy."""
+    """Return the sum over all ranks, which must all call it; on a single rank, a copy."""
     if rank_and_world_size()[1] == 1:
         return value.clone()
     # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers

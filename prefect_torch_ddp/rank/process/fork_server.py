@@ -134,7 +134,7 @@ def _why_unfit() -> str | None:
     """Return what makes forking this process unsafe; None when nothing does."""
     import torch  # noqa: PLC0415 - spawned children of a rank import this module
 
-    num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone are counted
+    num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - only names are counted
     if num_threads != 1:
         return f"it runs {num_threads} threads"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -125,7 +125,7 @@ class ShareWeights:
         return self.sums.passes.take()
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight); ranks communicate in the last backward pass alone."""
+        """Yield (micro-batch, weight); ranks communicate only in the last backward pass."""
         share = self._share
         # A stand-in is one sample, whose gradient the ranks don't count.
         expected = None if share is None else max(share.num_local - share.num_skipped, 1)
@@ -166,10 +166,10 @@ class ShareWeights:
 class ShareDDP(DistributedDataParallel):
     """A DDP whose copies count by share as well; pickled, it is a plain DDP.
 
-    Copying talks to no other rank, as with plain DDP: rank 0 alone may do it. Nor does a forward
-    pass, so that any rank may evaluate alone. Plain DDP would broadcast the buffers in it, also in
-    `eval()`; here a backward pass that sums gradients ends with that, and every rank evaluates
-    with rank 0's running statistics.
+    Copying involves no other rank, as with plain DDP: a single rank may do it. The same holds for
+    a forward pass, so any single rank may evaluate. Plain DDP would broadcast the buffers in it,
+    also in `eval()`. Here a backward pass that sums gradients ends with that, and every rank
+    evaluates with rank 0's running statistics.
     """
 
     share_weights: ShareWeights

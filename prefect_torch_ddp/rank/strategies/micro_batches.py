@@ -28,7 +28,7 @@ def count_rows(batch: Any, expected: int | None) -> int:
     Args:
         batch: a tensor, or mappings, tuples and lists of tensors, also with lists of plain
             values; every part has a row for each sample. A number or text is of the whole batch.
-        expected: how many the rank's share has; None where that isn't known.
+        expected: how many the rank's share has; None if that isn't known.
     """
     sizes = {name: _num_rows(column, name) for name, column in _columns(batch, "batch")}
     if not sizes:
@@ -47,7 +47,7 @@ def count_rows(batch: Any, expected: int | None) -> int:
 
 
 def cut(item: Any, rows: range) -> Any:
-    """Return the same structure with these rows alone; tensors are views, mappings plain dicts."""
+    """Return the same structure with only these rows; tensors are views, mappings plain dicts."""
     if isinstance(item, torch.Tensor) or _is_plain_list(item):
         return item[rows.start : rows.stop]
     if isinstance(item, Mapping):

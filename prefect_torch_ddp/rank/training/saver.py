@@ -87,7 +87,7 @@ class Saver:
 
     @property
     def last(self) -> Manifest | None:
-        """The run's newest checkpoint, on rank 0; None where there is none."""
+        """The run's newest checkpoint, on rank 0; None if there is none."""
         restorer = self._restorer
         if self._committer.last is not None or self._info.rank != 0 or restorer is None:
             return self._committer.last

@@ -164,8 +164,8 @@ def read_answer(sock: socket.socket, num_bytes: int) -> Answer | None:
     """Read a plain good answer: its head comes in one piece, and its body has so many bytes.
 
     http.client reads any answer, and takes some 50 µs to take apart the head of one. Here None
-    stands for all that is out of the ordinary, in status, length or form; the connection is of no
-    more use then.
+    means that anything was out of the ordinary, in status, length or form; the connection is of
+    no more use then.
     """
     data = sock.recv(MAX_AT_ONCE)
     end = data.find(b"\r\n\r\n") + 4

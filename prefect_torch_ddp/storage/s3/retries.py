@@ -1,6 +1,6 @@
 """Retries of S3 requests: each is repeated while its error may pass, within limits.
 
-What an error means, and what to do, is said without any secret.
+Texts say what an error means and what to do, without any secret.
 """
 
 import random

@@ -1,6 +1,6 @@
 """A storage under a prefix of an S3 bucket: big objects go in parts side by side.
 
-boto3's own way, s3transfer, isn't used: its requests are tried again by botocore alone, without an
+boto3's own way, s3transfer, isn't used: its requests are tried again only by botocore, without an
 end in time and without a look at the content, so a silent store would hold up a checkpoint for
 many minutes instead of two.
 """

@@ -1,4 +1,4 @@
-"""The gang of a training under its run record and live report; for a flow of your own, too."""
+"""The gang of a training under its run record and live report; for your own flow, too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,14 +63,14 @@ def training_gang(
 
 @contextmanager
 def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
-    """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
+    """Give `run_gang` the report of a `ddp_task`: page, progress, run record, events, kept lines.
 
-    For `run_gang` in a flow or task of your own. The ranks' lines go to the run's log.
+    Use it with `run_gang` in your own flow or task. The ranks' lines go to the run's log.
 
     Args:
-        name: what such gangs of this flow or deployment have in common, and are compared by;
-            another for each gang of a flow run.
-        storage: for the record and the lines, as for `ddp_task`, which has the same default.
+        name: the name under which gangs of this flow or deployment are compared from run to run.
+            Give each gang of a flow run another name.
+        storage: the storage of the record and the lines, with the same default as for `ddp_task`.
 
     Raises:
         InvalidParamsError: it is called outside of a flow run, or the storage can't be used.

@@ -46,7 +46,7 @@ from prefect_torch_ddp.tracking.recorder import RunRecorder
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
-"""How long a training's end waits for all that is to be shown, recorded and sent."""
+"""How long a training's end waits for everything that is to be shown, recorded and sent."""
 
 
 class LiveReport:
@@ -72,7 +72,7 @@ class LiveReport:
         Args:
             storage: of the run.
             training: what is known of it.
-            recorder: of its run record; it hears of all that this does.
+            recorder: of its run record; it hears of everything that this does.
             is_published: another task of the flow run completes the page; otherwise each task run
                 has artifacts of its own.
             interval_s: between two updates.
@@ -138,7 +138,7 @@ class LiveReport:
             finished: Status = "trained" if self._is_published else "finished"
             self._training.status = finished if state == "completed" else state
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
-            # Of a training that goes on elsewhere the page is there, too.
+            # A training that continues elsewhere keeps its page.
             self._is_superseded = isinstance(error, SupersededError)
             self._is_over = True
         self._wake.set()
@@ -219,7 +219,7 @@ class LiveReport:
             client, per_task = stack.enter_context(client), not self._is_published
             self._writer = ArtifactWriter(client, *self._run_ids, per_task=per_task)
         with self._lock:
-            # The end is written whatever came before: it has been read anew.
+            # The end is written whatever came before: it has been read again.
             if not (self._has_news or self._is_over):
                 return
             self._has_news = False
@@ -267,7 +267,7 @@ class LiveReport:
     def _try(self, what: str, work: Callable[..., None], *args: Any) -> None:
         try:
             work(*args)
-        except Exception as error:  # noqa: BLE001 - the training goes on whatever happens here
+        except Exception as error:  # noqa: BLE001 - the training continues whatever happens here
             if what not in self._warned:
                 self._warned.add(what)
                 words = "training continues, and it is tried again"

@@ -81,7 +81,7 @@ class TrainingProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that the steps left will take; None where that can't be known."""
+        """Seconds that the steps left will take; None if that can't be known."""
         total_steps, _ = self._totals
         if self.newest is None or total_steps is None or self.steps_per_s is None:
             return None

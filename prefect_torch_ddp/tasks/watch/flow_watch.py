@@ -1,4 +1,4 @@
-"""The flow watch: a process beside the flow's that ends the run in Prefect if that is killed.
+"""The flow watch: a process next to the flow's that ends the run in Prefect if that is killed.
 
 It also ends the temporary server that the flow's process had started, which would stay for ever.
 It waits on a pipe with nothing loaded: this module imports Prefect only where it is needed.
@@ -33,7 +33,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     """Have the flow run and its task runs set Crashed if this process dies within the block.
 
     A killed process closes nothing, Prefect's server doesn't notice, and a deployment's runner
-    sets the flow run's state alone, none of the task runs'.
+    sets only the flow run's state, none of the task runs'.
 
     Args:
         flow_run_id: the run that this process runs.

@@ -201,7 +201,7 @@ def pause_after(limit_s: float, *, have_answered: bool) -> float:
 
 
 async def answer_of(call: Awaitable[T], timeout_s: float) -> T | None:
-    """Return the answer, or None where there was none in time."""
+    """Return the answer, or None if there was none in time."""
     with contextlib.suppress(OSError, TimeoutError):
         return await asyncio.wait_for(call, timeout_s)
     return None

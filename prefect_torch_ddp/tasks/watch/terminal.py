@@ -177,11 +177,11 @@ class Display:
     def _log(self) -> None:
         if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
-            # For the console alone: the run's log has its own.
+            # Only for the console: the run's log has its own.
             run_logger().info("%s", self._plain(), extra={"send_to_api": False})
 
     def _update_cell(self, text: str | None = None) -> None:
-        from IPython.display import display  # noqa: PLC0415 - there in a notebook alone
+        from IPython.display import display  # noqa: PLC0415 - only there in a notebook
 
         data = {"text/plain": self._plain() if text is None else text}
         if self._shown is None:

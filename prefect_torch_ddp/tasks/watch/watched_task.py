@@ -88,7 +88,7 @@ def _watch(
 
 
 def _raise_if_suspended() -> None:
-    """Raise Prefect's Pause where the flow run was suspended: it ends, to run anew once resumed.
+    """Raise Prefect's Pause where the flow run was suspended: it ends, to run again once resumed.
 
     Prefect hears of it, and would itself look at the next task alone, after the training.
     """
@@ -172,7 +172,7 @@ def _stop_if_left(
     try:
         stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled")
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
-        words = "task run %s could not be stopped in good order: %s"
+        words = "task run %s could not be stopped gracefully: %s"
         logger.warning(words, future.task_run_id, trouble)
 
 

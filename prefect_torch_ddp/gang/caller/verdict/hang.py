@@ -141,7 +141,7 @@ class HangWatch:
         elif self._limit_s is not None:
             ranks = tuple(self._ranks.values())
             stall = find_stall(ranks, self._limit_s, from_start=self._from_start)
-            if stall is not None:  # all wait, so none is more behind than another
+            if stall is not None:  # all wait, so none lags more than another
                 behind = (*stall.behind, *stall.ahead)
                 self._suspected = self._moved()
                 self.stall = replace(stall, behind=behind, ahead=(), is_hung=True)

@@ -82,7 +82,7 @@ class TimingLog:
             self._log.flush()
 
     def close(self) -> None:
-        """Write what is left; what can't be written is lost, with a warning."""
+        """Write the remaining times; what can't be written is lost, with a warning."""
         try:
             self._log.close()
         except StorageError as error:

@@ -23,7 +23,7 @@ def best(view: RunView) -> str:
 
 
 def comparison(view: RunView) -> str:
-    """Lay out the scores of the run, of the last one and of the best one; nothing alone."""
+    """Lay out the scores of the run, the last and the best one; nothing if it is the only one."""
     names, judged, better = _judged(view)
     is_evaluated = view.report is not None
     now = _values(view.report.evaluation) if view.report else view.curves.last

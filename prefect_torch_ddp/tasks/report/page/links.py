@@ -16,7 +16,7 @@ class Links:
     """
 
     ui_url: str = ""
-    """Of Prefect's UI; empty where there is none."""
+    """Of Prefect's UI; empty if there is none."""
     root: str = ""
     """The URI of the storage that the page lies in, with a slash at its end; empty if in none."""
     key: str = ""

@@ -260,7 +260,7 @@ def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, cached, caplog
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     try:
-        read_on(cached, storage, caplog, os.strerror(errno.EFBIG), "reading goes on without it")
+        read_on(cached, storage, caplog, os.strerror(errno.EFBIG), "reading continues without it")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
