@@ -12,7 +12,6 @@ from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
@@ -94,7 +93,7 @@ def evaluate_flow(
     with _served(params):
         connect(params, run.storage)
         # The newest now, if it was given a run that still trains.
-        chosen = checkpoint_ref(run.storage, point.manifest())
+        chosen = point.checkpoint()
         return on_worker(evaluate, params, run, chosen, params.world_size)
 
 

@@ -161,6 +161,11 @@ class Restorer:
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
 
+    def fetch_files(self, root: Path) -> None:
+        """Put the files of the checkpoint into a folder, if there is one; see `fetch_files`."""
+        if self.manifest is not None:
+            fetch_files(self.storage, self.manifest, root)
+
     def restore_generators(self, rank: int) -> bool:
         """Put a rank's random generators back; False if the checkpoint has none for it."""
         manifest = self.manifest

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
+    checkpoint_ref,
     find_manifest,
     list_manifests,
     read_manifest,
 )
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
+from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage
 
 _REFERENCE = re.compile(
@@ -57,6 +59,10 @@ class ResumePoint:
         if self.attempt is None:
             return find_manifest(self.storage, self.run_id, self.step)
         return read_manifest(self.storage, self.run_id, self.step, self.attempt)
+
+    def checkpoint(self) -> CheckpointRef:
+        """Return the reference to that checkpoint; CheckpointError: there is none."""
+        return checkpoint_ref(self.storage, self.manifest())
 
     def find(self) -> Manifest:
         """Return the same, for what a person named; InvalidParamsError if there is none."""

@@ -12,7 +12,6 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_resul
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.local import LocalOptions, local_parts
-from prefect_torch_ddp.rank.training.numbers import OwnProgress
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -467,7 +466,7 @@ class RankContext:
 
         num_steps = None if total is None else whole_number("total", total, 0)
         own = whole_number("step", step, 0), num_steps, whole_number("epoch", epoch, 0)
-        numbers.note_own_progress(OwnProgress(*own))
+        numbers.note_own_progress(*own)
         self._parts.link.heartbeat.own_step(own[0], own[2])
         self._parts.reporter.show_progress()
 

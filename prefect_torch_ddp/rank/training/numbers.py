@@ -132,9 +132,9 @@ class CheckpointNumbers:
         """Note that `steps` was called."""
         self.has_begun, self.own_progress = True, None
 
-    def note_own_progress(self, own: OwnProgress) -> None:
+    def note_own_progress(self, step: int, total: int | None, epoch: int) -> None:
         """Take in how far a loop of the user's own is."""
-        self.own_progress = own
+        self.own_progress = OwnProgress(step, total, epoch)
 
     def enter_call(self, loop: int) -> None:
         """Leave the user's own loop for a call of `steps`; a later one begins its count again."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.checkpoint.state.serial import group_sizes
+from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import Stage
 
@@ -44,6 +45,13 @@ def check_trackable(
         else:
             continue
         raise InvalidParamsError(msg)
+
+
+def whole(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects unwrapped; refuse those of which a rank has only a part."""
+    for name, item in objects.items():
+        refuse_partial(name, item)
+    return {name: unwrapped(item) for name, item in objects.items()}
 
 
 def unwrapped(item: Any) -> Any:

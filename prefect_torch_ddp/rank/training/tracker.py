@@ -5,12 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.files import fetch_files
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState, num_owners
-from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -63,9 +61,7 @@ class Tracker:
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
         self._check(objects)
-        for name, item in objects.items():
-            refuse_partial(name, item)
-        self._take({name: tracked.unwrapped(item) for name, item in objects.items()})
+        self._take(tracked.whole(objects))
 
     def track_each(self, objects: Mapping[str, Any], *, begins_anew: bool) -> None:
         """Take objects whose state is each rank's own."""
@@ -114,9 +110,8 @@ class Tracker:
         with self._heartbeat.during(Phase.RESTORING):
             self._restorer = self._open(root)
             self._saver.holds_folders = True
-            manifest = self._restorer.manifest
-            if config.stage == "evaluate" and manifest is not None:
-                fetch_files(self._restorer.storage, manifest, root)
+            if config.stage == "evaluate":
+                self._restorer.fetch_files(root)
         return self._restorer
 
     def begin(self) -> None:
