@@ -563,7 +563,7 @@ class RankContext:
             `save` and `stop`, equal on all ranks. Without `checkpoint_folder` nothing is saved.
 
         Raises:
-            InvalidParamsError: the step isn't larger than in the previous call.
+            InvalidParamsError: the step isn't the one after that of the previous call.
             RuntimeError: there are several ranks and the process group isn't initialized.
         """
         return self._parts.program.due(step, ends_epoch)

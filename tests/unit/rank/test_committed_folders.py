@@ -184,6 +184,6 @@ def test_what_is_due_at_a_steps_end(tmp_path: Path) -> None:
         with pytest.raises(InvalidParamsError, match="step 5 after step 5"):
             ctx.due(5)
         ctx.request_stop("enough")
-        assert ctx.due(7) == (True, True)
-        assert ctx.due(8) == (False, True)
+        assert ctx.due(6) == (True, True)
+        assert ctx.due(7) == (False, True)
     assert ctx.should_stop

@@ -78,8 +78,10 @@ def test_a_stop_comes_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
-    """An earlier one, or the same again, is refused."""
+    """The same again is refused, and a gap, in which the step may lie that ranks agree on."""
     with RankContext.local(storage=tmp_path) as ctx:
         ctx.due(3)
         with pytest.raises(InvalidParamsError, match="given step 3 after step 3: call it once"):
             ctx.due(3)
+        with pytest.raises(InvalidParamsError, match="given step 13 after step 3: call it once"):
+            ctx.due(13)
