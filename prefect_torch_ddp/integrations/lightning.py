@@ -29,7 +29,7 @@ def attach(trainer: Trainer) -> str | None:
         return None
     refused = {
         f"rank {trainer.global_rank} of {trainer.world_size} where it is {ctx.rank} of "
-        f"{ctx.world_size}; see docs/programs.md for strategy, devices, num_nodes and plugins": (
+        f"{ctx.world_size}; see docs/programs.md for strategy, devices and num_nodes": (
             (trainer.global_rank, trainer.world_size) != (ctx.rank, ctx.world_size)
         ),
         "a strategy that isn't DDP": not isinstance(

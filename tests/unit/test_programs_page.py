@@ -37,7 +37,6 @@ def test_the_lines_of_the_page_are_those_that_are_tested() -> None:
     for line in (
         'devices=int(os.environ["LOCAL_WORLD_SIZE"]),',
         'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),',
-        "plugins=[TorchElasticEnvironment()],",
     ):
         assert f"\n    {line}\n" in PAGE
         assert line in workload

@@ -94,7 +94,6 @@ def stopped_transformers(ctx: RankContext, folder: str) -> str:
 def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
     """Train a net with dropout by Lightning's Trainer; return the digest of its weights."""
     import pytorch_lightning as pl
-    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 
     from prefect_torch_ddp.integrations.lightning import attach
 
@@ -132,7 +131,6 @@ def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) 
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        plugins=[TorchElasticEnvironment()],
         max_epochs=chosen.get("max_epochs", 3),
         max_steps=chosen.get("max_steps", -1),
         accumulate_grad_batches=chosen.get("accumulate", 1),
