@@ -43,7 +43,7 @@ def _text_of_path(value: "str | os.PathLike[str]") -> str:
 
 
 Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
-"""A path, a URI or a block that names a storage; a `pathlib.Path` is taken too."""
+"""A path, a URI or a block that names a storage; a `pathlib.Path` is accepted too."""
 
 
 class Params(BaseModel):
@@ -89,50 +89,50 @@ class GangParams(Params):
     world_size: Count | None = None
     """Number of ranks; None takes one for each worker."""
     ranks_per_worker: Count | None = None
-    """Ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1; on the
-    local cluster that `train_flow` starts by itself, all ranks on its one worker."""
+    """Number of ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1.
+    For the local cluster that `train_flow` starts by itself: all ranks on its one worker."""
     backend: Backend = "auto"
-    """Collectives library; auto takes nccl where CUDA is, else gloo."""
+    """Collectives library. auto: nccl if CUDA is available, otherwise gloo."""
     min_world_size: Count | None = None
     """Smallest acceptable number of ranks while workers are missing: at the start after
     `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
     max_world_size: Count | None = None
-    """Largest number of ranks, at least `world_size`. A training in `ctx.steps` that has fewer
-    takes in free workers at its start and after each checkpoint, without using up a restart.
-    Empty: it doesn't grow."""
+    """Largest number of ranks, at least `world_size`. While a training in `ctx.steps` has fewer,
+    free workers are added at its start and after each checkpoint, without using up a restart.
+    Empty: the training doesn't grow."""
     max_restarts: CountOrZero = 0
     """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
     count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
     in a row are not tried again."""
     workers_timeout_s: Seconds = 60.0
-    """Seconds to wait until the cluster has enough workers; for `train_flow` also for its first,
-    unless it makes the cluster by `cluster_class`: a queued job may take any time."""
+    """Seconds to wait until the cluster has enough workers. `train_flow` also waits so long for the
+    first worker, except with `cluster_class`: a queued job may take any time."""
     queue_timeout_s: Seconds | None = None
-    """Seconds to wait for workers that are busy; empty: no limit."""
+    """Seconds to wait for workers that are busy. Empty: no limit."""
     rendezvous_timeout_s: Seconds = 300.0
     """Seconds that ranks wait for one another at the start."""
     # A function without a RankContext makes no steps, so nobody knows how long it may be quiet.
     progress_timeout_s: Seconds | None = None
-    """Seconds that all ranks may go without progress while the ranks that lag are idle; then the
-    gang ends as hung. While those use the CPU or the disk, it is ten times as long. Progress is a
+    """A gang ends as hung if no rank makes progress for so many seconds while the ranks that lag
+    are idle. While those use the CPU or the disk, the limit is ten times as long. Progress is a
     collective, a step, a report or `report_progress()`. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
-    """Seconds that ranks in `ctx.steps` get, when they are cancelled, to stop after the same step
-    and save it; Prefect gives a run 30. Other ranks are killed at once."""
+    """Seconds that cancelled ranks in `ctx.steps` have to stop after the same step and save it.
+    Prefect gives a run 30 s. Ranks outside of `ctx.steps` are killed at once."""
     resources: Mapping[str, float] | None = None
-    """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
+    """Dask resources that the gang reserves on each of its workers, e.g. `{"GPU": 1}`. Workers
     without them aren't used."""
     interface: str | None = None
     """Network that the ranks use: an interface's name (`ib0`) or a network in CIDR notation
     (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
     launcher: Launcher = "auto"
-    """auto forks ranks from the warm fork server of each Dask worker, in milliseconds, if that is
-    safe; exec starts a fresh Python for each."""
+    """How ranks are started. auto: fork them from the warm fork server of each Dask worker, in
+    milliseconds, if that is safe. exec: start a new Python process for each."""
     preload: tuple[str, ...] | None = None
     """Installed packages that each fork server imports once, before it forks ranks, e.g.
-    `("transformers",)`: ranks start sooner. Each rank then has what the package read from the
-    environment and drew as it loaded. Empty: PIL and torchvision, if the function's module imports
-    them at its top, before any other code of yours runs."""
+    `("transformers",)`, so that ranks start sooner. All ranks then share what the package read from
+    the environment and drew at import. Empty: PIL and torchvision, if the function's module imports
+    them at its top, before any of your other code runs."""
 
     def options_of_gang(self) -> GangOptions:
         """Return those that `run_gang` takes by keyword."""
@@ -183,27 +183,27 @@ class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 
     every_s: Seconds | Literal["auto"] | None = "auto"
-    """Seconds between two checkpoints. auto: as often as costs at most 1 % of the time, which is
-    measured as it trains; at least every 60 s, at most every 2 s. Empty: none by time."""
+    """Seconds between two checkpoints. auto: so often that they cost at most 1 % of the time, which
+    is measured during the training; at least every 60 s, at most every 2 s. Empty: none by time."""
     every_steps: Count | None = None
     """Optimizer steps between two checkpoints."""
     every_epochs: Count | None = None
     """Epochs between two checkpoints, each at an epoch's end: 1 for every epoch."""
     keep_last: Count = 2
-    """How many of the newest checkpoints are kept. While it trains with every_s=auto, a few more
-    are kept for 30 s, so that an evaluation can read what it found."""
+    """How many of the newest checkpoints are kept. During a training with every_s=auto, a few more
+    are kept for 30 s, so that an evaluation can still read the one that it found."""
     keep_best: CountOrZero = 1
-    """How many of the best by best_metric are kept in addition."""
+    """How many of the best checkpoints by best_metric are kept in addition."""
     best_metric: str | None = None
     """A metric that the training reports, e.g. validation_accuracy."""
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller value is better."""
     on_failure: Literal["warn", "fail"] = "warn"
-    """What a training does if a checkpoint can't be written: warn and continue, or fail. The last
-    one has to be written in any case."""
+    """What a training does if a checkpoint can't be written: warn and continue, or fail. If the
+    last checkpoint can't be written, the training fails in any case."""
     compare_replicas: bool = True
-    """Whether the ranks' weights are compared at each checkpoint. If they differ, it isn't written,
-    and the training goes back to the one before."""
+    """Whether the ranks' weights are compared at each checkpoint. If they differ, the checkpoint
+    isn't written, and the training returns to the previous one."""
 
 
 class ContextOptions(GangOptions, total=False):
@@ -223,14 +223,14 @@ class ContextParams(GangParams):
     """The parameters of a gang whose function takes a RankContext."""
 
     progress_timeout_s: Seconds | None = 60.0
-    """A training is restarted as hung if no step advances for so many seconds, ten times as many
-    while its ranks use the CPU or the disk. `report_progress()` counts as an advance. Empty:
-    never."""
+    """A training is restarted as hung if no step advances for so many seconds. While its ranks use
+    the CPU or the disk, the limit is ten times as long. `report_progress()` counts as an advance.
+    Empty: no limit."""
     storage: Reference = "~/prefect-torch-ddp"
     """Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block
     (s3-bucket/name)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seeds everything random."""
+    """Seed of all random generators."""
     options: Mapping[str, Any] = Field(default_factory=dict)
     """Available to the ranks as ctx.options."""
     checkpoint: CheckpointParams = Field(default_factory=CheckpointParams)
@@ -245,10 +245,10 @@ class ContextParams(GangParams):
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""
     virtual_ranks: Count | None = None
-    """The most ranks that the training may ever have, for determinism elastic."""
+    """Largest number of ranks that the training may ever have, for determinism elastic."""
     ledger: bool = False
-    """Record which samples each step trains on; `read_ledger` checks it, and the report says
-    whether each was used once."""
+    """Whether to record the samples that each step trains on. `read_ledger` checks the record, and
+    the report says whether each sample was used once."""
 
     @model_validator(mode="after")
     def _check_determinism(self) -> Self:
@@ -307,11 +307,11 @@ class TrainParams(ContextParams):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the workload's train and evaluate."""
     data_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the workload's prepare; part of its cache key, and seen by train and evaluate
-    too."""
+    """Options of the workload's prepare. They are part of its cache key; train and evaluate see
+    them too."""
     source: Reference | None = None
-    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs again
-    when it changes."""
+    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block. prepare runs again
+    when the data change."""
     cluster: ClusterParams = Field(default_factory=ClusterParams)
     """Which Dask cluster trains."""
     evaluate_on: Literal["last", "best"] = "last"

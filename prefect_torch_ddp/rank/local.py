@@ -17,18 +17,17 @@ from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 
 class LocalOptions(TypedDict, total=False):
-    """What `RankContext.local` takes by name."""
+    """Keyword arguments of `RankContext.local`."""
 
     run_id: str
-    """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
+    """Name of the run's folder; with the same name the run resumes. Default: "local"."""
     stage: Stage
-    """"evaluate" restores the checkpoint of `restore_step`, or the newest; "train", where it isn't
-    given."""
+    """"evaluate" restores the checkpoint of `restore_step`, or the newest one. Default: "train"."""
     checkpoint: CheckpointParams | None
     """When checkpoints are written, and which are kept."""
     resume_from: str | None
-    """Run to take the first checkpoint from: its id, or `<path or s3:// URI of its
-    storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`."""
+    """Run from whose checkpoint to start: its id, or `<path or s3:// URI of its
+    storage>/runs/<id>`; append `/checkpoints/step-00000400` for a certain checkpoint."""
     restore_step: int | None
     """See stage."""
     determinism: Determinism
@@ -38,7 +37,7 @@ class LocalOptions(TypedDict, total=False):
     ledger: bool
     """Record which samples each step trains on; `read_ledger` checks it."""
     source: Readable | str | Path | None
-    """What `ctx.source` is to be: a storage, a path or an s3:// URI."""
+    """The value of `ctx.source`: a storage, a path or an s3:// URI."""
 
 
 def local_parts(

@@ -51,38 +51,38 @@ class ObjectPart:
 
     key: str
     num_bytes: int
-    """How much; of a whole object its size."""
+    """Number of bytes to read; for a whole object, its size."""
     start: int | None = None
-    """Where the range begins; None: the whole object."""
+    """Offset of the range in bytes. None: the whole object."""
     etag: str | None = None
-    """What was listed: another one by now is an `ObjectChangedError`. None: whatever is there."""
+    """The listed etag; if it has changed, the value is an `ObjectChangedError`. None: any."""
 
 
 Contents: TypeAlias = list[bytes | StorageError]
-"""What came of the parts, in their order."""
+"""The content or the error of each part, in order."""
 
 
 class Readable(ABC):
-    """Where a dataset is read from: a storage, or what stands in front of one, such as a cache.
+    """A source of a dataset: a storage, or a layer in front of one, such as a cache.
 
-    Any name that is found there may be read.
+    Any name that a listing returns can be read.
     """
 
     @property
     @abstractmethod
     def uri(self) -> str:
-        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret.
+        """The root as users write it, a path or `s3://bucket/prefix`, without any secret.
 
-        With `/` and a folder after it, it is that folder's, as runs, datasets and models are named.
+        Append `/` and a folder's key to get the folder's URI, e.g. of a run, dataset or model.
         """
 
     @abstractmethod
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, concurrently where that helps; a failure is that part's value.
+        """Read all parts, concurrently if that helps. If a part fails, its value is the error.
 
-        Values come in the parts' order, each of exactly `num_bytes`. Threads may call it at once.
-        A call without parts loads what a storage needs for others: forks inherit that, and settings
-        that can't work show at once.
+        Values are in the order of the parts, each of exactly `num_bytes` bytes. The method is
+        thread-safe. A call without parts loads what later calls need: forks inherit it, and invalid
+        settings raise at once.
         """
 
     @abstractmethod
@@ -90,15 +90,15 @@ class Readable(ABC):
         """Yield every object whose name begins with the string `prefix`, sorted by name."""
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield the same, or the names of folders (up to their slash) in place of what is in them.
+        """Yield objects as `list_objects`, or folders' names, with their slash, for their contents.
 
-        A storage that can list folders separately does so: then several are listed at once.
+        A storage that can list folders separately does so; then several are listed concurrently.
         """
         return self.list_objects(prefix)
 
     @property
     def identity(self) -> str:
-        """What tells it from every other storage: the URI, and the endpoint that it doesn't say."""
+        """Identifies the storage: its URI, and the endpoint if the URI doesn't have it."""
         return self.uri
 
     @property
@@ -121,13 +121,13 @@ class Storage(Readable):
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
+        """Return the whole object; raise `ObjectNotFoundError` if there is none."""
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None:
         """Write the whole object, replacing what was there.
 
-        Readers see the old or the new, never a part. A view is only valid during the call.
+        Readers see the old or the new content, never a part. A view is only valid during the call.
         """
 
     @abstractmethod
@@ -187,7 +187,7 @@ class Storage(Readable):
     def open_file(self, key: str) -> BinaryIO | None:  # noqa: ARG002 - the answer for all keys
         """Open an object's file, unbuffered, which may be mapped into memory instead of copied.
 
-        None where objects are no files. Raises as `read`.
+        None if objects are no files. Raises the same errors as `read`.
         """
         return None
 
@@ -195,32 +195,32 @@ class Storage(Readable):
     def is_shared_by_hosts(self) -> bool:
         """Whether this description means the same objects on every host.
 
-        If not, each host may have a folder of that name: who uses several hosts writes an object,
-        and has the others read it.
+        If not, each host may have its own folder of that name. To check, write an object on one
+        host and read it on the others.
         """
         return self.local_folder is None
 
     def below(self, folder: str) -> "Storage":
-        """Return a folder, named by a key, as a storage of its own; `BadKeyError` if it is none."""
+        """Return a folder, named by a key, as a storage; raise `BadKeyError` for a bad key."""
         return StorageBelow(self, check_key(folder))
 
     def relocated(self, uri: str) -> "Storage | None":  # noqa: ARG002 - the answer for all URIs
-        """Return the storage of another URI, by this one's endpoint and credentials.
+        """Return the storage of another URI, with this storage's endpoint and credentials.
 
-        None where they don't lead there: the URI alone then has to say how to get there.
+        None if they don't apply to that URI; the storage is then opened by its URI only.
         """
         return None
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """Drop what killed writers left below `prefix` that is in no listing and can't be read.
 
-        Only where `is_over(key)` says that nobody writes the object any more.
+        Only objects for which `is_over(key)` is true: nobody writes them any more.
         """
 
 
 @dataclass(frozen=True)
 class StorageBelow(Storage):
-    """A folder of any storage, as a storage of its own."""
+    """A folder of any storage, as a storage."""
 
     storage: Storage
     folder: str
