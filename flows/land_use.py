@@ -114,7 +114,7 @@ def images_of(
 
 
 def autocast(ctx: RankContext, options: Options) -> torch.autocast:
-    """Compute in the precision that was chosen, where that is safe."""
+    """Compute in the precision that was chosen, if that is safe."""
     return torch.autocast(
         ctx.device.type, getattr(torch, options.precision), enabled=options.precision != "float32"
     )

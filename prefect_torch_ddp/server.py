@@ -34,7 +34,7 @@ def find_or_start_server() -> str:
     Prefect isn't imported: a process that imports it later can set PREFECT_API_URL first.
 
     Raises:
-        ServerError: no server answers where one is configured, or none can be started.
+        ServerError: the configured server doesn't answer, or none can be started.
     """
     configured, home = _prefect_settings()
     if configured:

@@ -121,7 +121,7 @@ def record_resume(storage: Storage, run_id: str, attempt: int, begun: Checkpoint
 def record_end(storage: Storage, run_id: str, last: CheckpointId) -> None:
     """Record, before it is committed, which checkpoint holds what the function left at its end.
 
-    Where it isn't committed after all, the record names nothing that is resumed from.
+    If it isn't committed after all, the record names nothing that is resumed from.
     """
     storage.write(ended_key(run_id), ENDED.to_bytes(last._asdict()))
 

@@ -268,7 +268,7 @@ class Checkpointer:
             self._thread.join(timeout_s)
 
     def raise_failure(self, *, is_last: bool = False) -> None:
-        """Raise what the last write on this rank failed with, where that ends the training.
+        """Raise what the last write on this rank failed with, if that ends the training.
 
         It does if it is `FATAL`, `on_failure` is "fail", or no other write follows: `is_last`.
         """

@@ -199,7 +199,7 @@ class SeededDataset(Dataset[Any]):
             raise ended_early(self._dataset, indices) from error
 
     def _fetch_tagged(self, epoch: int, indices: list[int], numbers: Sequence[int]) -> Tagged:
-        """Fetch a batch; `numbers` seed its samples, each its own draw's where it is drawn."""
+        """Fetch a batch; `numbers` seed its samples, each its own draw's if it is drawn."""
         if not self._looks_ahead:
             # Worker processes seed each sample, and collate right into memory that is shared.
             batch = None

@@ -312,7 +312,7 @@ class RankLoader:
         if self._loader.num_workers:
             self._files.note()
         # The DataLoader draws its seed on the default device, which may not be the generator's.
-        # Not where that is the CPU anyway: worker processes would inherit the mode, and with it
+        # Not if that is the CPU anyway: worker processes would inherit the mode, and with it
         # a detour of every operation (0.2 ms an augmented image).
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             loaded = iter(self._loader)

@@ -54,7 +54,7 @@ class LookAhead(Sampler[list[int]]):
 
 
 def with_following(batches: Iterable[B], num_workers: int) -> Iterator[tuple[B, list[B]]]:
-    """Yield each batch with the next one of the same process, where there is one."""
+    """Yield each batch with the next one of the same process, if there is one."""
     step = max(num_workers, 1)
     rest = iter(batches)
     window: deque[B] = deque(islice(rest, step + 1))

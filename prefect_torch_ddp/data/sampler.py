@@ -218,7 +218,7 @@ class GlobalBatches:
         return f"the order of seed {self.seed}" if self.shuffle else "their own order"
 
     def order_digest(self, epoch: int) -> str:
-        """Return a digest of an epoch's order, where it is the user's own; else nothing."""
+        """Return a digest of an epoch's order, if it is the user's own; else nothing."""
         if self.own_order is None:
             return ""
         self._epoch_order(epoch)

@@ -42,7 +42,7 @@ R = TypeVar("R")
 def liveness_timeout_s() -> float:
     """Return after how many seconds of silence this process takes another for lost.
 
-    That is the setting, or the default, with a warning, where it is no positive number.
+    That is the setting, or the default, with a warning, if it is no positive number.
     """
     value = dask.config.get(LIVENESS_SETTING, default=LIVENESS_TIMEOUT_S)
     try:
@@ -154,7 +154,7 @@ class TimeBudget:
         self._has_said = False
 
     def spend_on(self, work: Callable[[], R]) -> R | None:
-        """Return what the work returns or raise what it raises; None where it takes too long.
+        """Return what the work returns or raise what it raises; None if it takes too long.
 
         Work that takes too long may still finish in its thread.
         """

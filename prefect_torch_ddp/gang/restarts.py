@@ -125,7 +125,7 @@ class Restarts:
 
         Raises:
             RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a
-                RankFailedError says so where it was not tried again because it would come back.
+                RankFailedError says so if it was not tried again because it would come back.
             NotEnoughWorkersError, and what the attempt log raises: no restart could be made;
                 the cause is the failure before.
         """

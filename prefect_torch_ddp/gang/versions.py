@@ -82,6 +82,6 @@ def _places(names: Sequence[str]) -> str:
 
 
 def refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
-    """Raise VersionConflictError where these workers and this process can't form a gang."""
+    """Raise VersionConflictError if these workers and this process can't form a gang."""
     if found := conflicts(versions(), {worker.address: worker.versions for worker in workers}):
         raise VersionConflictError("\n".join(found.values()))

@@ -240,7 +240,7 @@ def encode_event(event: RankEvent) -> bytes:
 
 
 def decode_event(datagram: bytes, rank: int) -> RankEvent:
-    """Read a rank's event; raises ValueError, KeyError or TypeError where it is none."""
+    """Read a rank's event; raises ValueError, KeyError or TypeError if it is none."""
     fields = json.loads(datagram)
     kind = _KINDS[fields.pop("kind")]
     if kind not in (Progress, CheckpointCommitted):

@@ -101,7 +101,7 @@ class AgentReport:
     why_ended: str = ""
     """Set where the agent ended its ranks by itself: it lost its caller, or its worker closes."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
-    """Of the agent's ranks, where they are watched."""
+    """Of the agent's ranks, if they are watched."""
 
     @property
     def has_ended(self) -> bool:

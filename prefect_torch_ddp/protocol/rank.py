@@ -234,4 +234,4 @@ class ForkServerAnswer(_Message):
     status: int = 0
     """How a reaped process ended: its exit code, or the negated number of the signal."""
     unfit: str | None = None
-    """Why forking is not safe; None where it is."""
+    """Why forking is not safe; None if it is."""

@@ -165,7 +165,7 @@ def choose_device(launch: RankLaunch) -> None:
 
 
 def current_device() -> torch.device:
-    """Return the device chosen for this rank; the CPU where none was chosen."""
+    """Return the device chosen for this rank; the CPU if none was chosen."""
     return _device
 
 

@@ -65,7 +65,7 @@ def read_parts(
 
 def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
     """Read objects, in their order; the failure of one is its value."""
-    # Concurrently where that pays: a day's training leaves thousands of small objects, and S3
+    # Concurrently if that pays: a day's training leaves thousands of small objects, and S3
     # takes some 30 ms for each.
     return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
 

@@ -44,7 +44,7 @@ class AttemptRecord(Result):
     step: int | None = None
     """The optimizer step it failed in, or was at last; None before the first."""
     cause: str = ""
-    """How it failed, in a line; empty where it finished."""
+    """How it failed, in a line; empty if it finished."""
     hosts: tuple[str, ...] = ()
     """Of each rank, in rank order."""
     devices: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class RunRecord(Result):
     weights_from: str | None = None
     """The run whose weights this one began with, by `resume_from="best"`."""
     commit: str | None = None
-    """Of the repository that the workload's source is in; None where it is in none."""
+    """Of the repository that the workload's source is in; None if it is in none."""
     is_dirty: bool = False
     """Whether files of that repository differed from the commit."""
     versions: Mapping[str, str] = {}
@@ -105,7 +105,7 @@ class RunRecord(Result):
     """The one that was evaluated, or else the newest."""
     model_uris: Mapping[str, str] = {}
     value: Any = None
-    """What rank 0's function returned, where it is plain."""
+    """What rank 0's function returned, if it is plain."""
     evaluation: Report | None = None
     """Without the confusion matrix and the worst samples: whole experiments are listed."""
     goodput: Goodput | None = None
@@ -158,7 +158,7 @@ def read_record(storage: Storage, run_id: str, experiment: str | None = None) ->
     Args:
         storage: where the run is.
         run_id: whose record.
-        experiment: where it is known, so that no others are listed.
+        experiment: if it is known, so that no others are listed.
 
     Raises:
         InvalidParamsError: there is none, or it is damaged.

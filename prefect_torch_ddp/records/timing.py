@@ -29,7 +29,7 @@ class TimingLine:
     host: str
     device: str
     step: int
-    """Steps that the training has made, over all attempts; UNKNOWN_STEP where it didn't know."""
+    """Steps that the training has made, over all attempts; UNKNOWN_STEP if it didn't know."""
     time: float
     """Unix seconds."""
     num_samples: int
@@ -43,7 +43,7 @@ class TimingLine:
     """The most memory that torch had in use on its GPU so far; 0 without one."""
     seconds: Mapping[str, float]
     """By phase, as `protocol.heartbeat` names them. "waiting", a part of these, is the time from
-    the rank's own last gradient to the sum over all; it is missing where that isn't known."""
+    the rank's own last gradient to the sum over all; it is missing if that isn't known."""
 
     @property
     def began(self) -> float:
@@ -114,7 +114,7 @@ def read_goodput(
         storage: where it is.
         run_id: which.
         claims: when each attempt was claimed, in Unix seconds.
-        failures: when attempts failed, where that is on record.
+        failures: when attempts failed, if that is on record.
 
     Raises:
         StorageError: the storage can't be read.

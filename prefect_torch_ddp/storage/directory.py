@@ -172,7 +172,7 @@ class DirectoryStorage(Storage):
 
     @contextmanager
     def _finished_file(self, data: bytes | memoryview) -> Iterator[Path]:
-        """Give a file that holds the data on disk, and remove it where it wasn't moved."""
+        """Give a file that holds the data on disk, and remove it if it wasn't moved."""
         folder = self.root / RESERVED_PART
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / uuid.uuid4().hex
@@ -190,7 +190,7 @@ class DirectoryStorage(Storage):
 
 
 def _write_uncached(descriptor: int, data: memoryview) -> int:
-    """Write whole pages by direct I/O, where it is to be had; return how many bytes those are."""
+    """Write whole pages by direct I/O, if it is to be had; return how many bytes those are."""
     flags, num_written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
     with suppress(OSError):  # what lasts, such as a full disk, meets who writes the rest too
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

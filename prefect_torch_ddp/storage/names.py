@@ -28,7 +28,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix as it is, or raise `BadKeyError` where no key can begin with it."""
+    """Return the prefix as it is, or raise `BadKeyError` if no key can begin with it."""
     if (fault := _fault(f"{prefix}x")) is not None:
         msg = f"no key can begin with {_shown(prefix)}: {fault}; write it like folder/"
         raise BadKeyError(msg)

@@ -50,7 +50,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     retry_condition_fn=is_worth_a_retry,
 )
 def train(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    """Train on a gang, from the newest complete checkpoint where there is one."""
+    """Train on a gang, from the newest complete checkpoint if there is one."""
     return or_cancelled(_train, run, dataset)
 
 

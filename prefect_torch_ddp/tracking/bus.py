@@ -58,7 +58,7 @@ class RunEvents:
             self._send(name, payload)
 
     def send_due(self, *, all_held: bool = False) -> None:
-        """Send what was held back, where it is due."""
+        """Send what was held back, if it is due."""
         if not self._held:
             return
         now_s = time.monotonic()

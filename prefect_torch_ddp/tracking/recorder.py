@@ -47,7 +47,7 @@ class RunRecorder:
     """Keeps a training's record, from its beginning over each attempt to its end.
 
     The live report drives it: the task's thread hands on events, which takes microseconds, or a
-    fraction of a millisecond where one goes to the bus; the report's own thread calls `write`.
+    fraction of a millisecond if one goes to the bus; the report's own thread calls `write`.
     """
 
     def __init__(self, storage: Storage, draft: RunRecord, source: Path | None = None) -> None:
@@ -266,7 +266,7 @@ class RunRecorder:
             self.record = self.record.model_copy(update=changes)
 
     def _take_up_earlier(self) -> None:
-        """Continue the record of an earlier task run of the training, where there is one."""
+        """Continue the record of an earlier task run of the training, if there is one."""
         earlier = find_record(self._storage, self.record.run_id, self.record.experiment)
         if earlier is None:
             return

@@ -37,7 +37,7 @@ class CachedReads(Readable):
     """Reads objects through a folder on local disk; has the methods of what it reads from.
 
     Any number of this user's processes may share a folder, with the same storages or others.
-    What is read from it was verified when it arrived (by its ETag where that is an MD5) and is
+    What is read from it was verified when it arrived (by its ETag if that is an MD5) and is
     verified again, by a SHA-256. A damaged file is fetched again, with a warning. Objects
     without an ETag aren't kept, since nobody could tell whether they changed. Where the folder
     can't be used, or the disk is full, reading continues without it, with one warning a process.

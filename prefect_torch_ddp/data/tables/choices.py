@@ -63,7 +63,7 @@ def chosen_names(
     features: Sequence[str] | None,
     target: str | Sequence[str] | None,
 ) -> Chosen:
-    """Return the columns that are read, those of the first file where none are named.
+    """Return the columns that are read, those of the first file if none are named.
 
     Raises:
         InvalidParamsError: the arguments don't fit together.

@@ -44,7 +44,7 @@ class Form:
 
     @classmethod
     def of_features(cls, features: Sequence[str], targets: Sequence[str], dtype: str) -> "Form":
-        """Return the form of (x, y), or of x where there is no target."""
+        """Return the form of (x, y), or of x if there is no target."""
         blocks = [Block("float32", tuple(features))]
         if targets:
             blocks.append(Block(dtype, tuple(targets)))

@@ -74,7 +74,7 @@ class AgentClient:
         await self._call(0.0, pickle.dumps(order))
 
     async def start(self, order: StartOrder) -> None:
-        """Have the agent start its ranks; raises WorkerLostError where it is lost."""
+        """Have the agent start its ranks; raises WorkerLostError if it is lost."""
         try:
             await self.give(order)
         except AgentLostError as error:

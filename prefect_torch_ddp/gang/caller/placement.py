@@ -54,7 +54,7 @@ class GangSize:
 
     @property
     def workers_for_all(self) -> int:
-        """How many workers hold all ranks; at least one where that number is open."""
+        """How many workers hold all ranks; at least one if that number is open."""
         return num_workers_needed(self.most or self.fewest or 1, self.ranks_per_worker)
 
     @property
@@ -130,7 +130,7 @@ def _devices(
 
 
 def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
-    """Return the names in a CUDA_VISIBLE_DEVICES; None where it isn't set.
+    """Return the names in a CUDA_VISIBLE_DEVICES; None if it isn't set.
 
     They are numbers, or UUIDs of GPUs or MIG instances. CUDA itself stops reading at the first
     name that is no device.

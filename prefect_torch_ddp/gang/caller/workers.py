@@ -59,7 +59,7 @@ class WaitingSign:
         self._next_show_s, self._next_line_s = SHOW_EVERY_S, FIRST_LINE_S
 
     def show(self, text: str) -> None:
-        """Say it where it is due."""
+        """Say it if it is due."""
         waited_s = time.monotonic() - self._started_s
         if waited_s >= self._next_show_s:
             self._next_show_s = waited_s + SHOW_EVERY_S
@@ -175,7 +175,7 @@ async def look_for(
 ) -> Literal["answers", "silent", "gone"]:
     """Tell whether the worker is still part of the cluster, wasn't restarted, and answers.
 
-    Raises SchedulerLostError, or SchedulerUnresponsiveError where that doesn't answer.
+    Raises SchedulerLostError, or SchedulerUnresponsiveError if that doesn't answer.
     """
     if worker.address not in await running_workers(client, timeout_s):
         return "gone"

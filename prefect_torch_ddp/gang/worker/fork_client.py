@@ -82,7 +82,7 @@ class ForkServer:
         return not self._process.is_dead
 
     def wait_until_ready(self) -> None:
-        """Wait until all is loaded; raises ForkServerUnavailableError, also where it is unfit."""
+        """Wait until all is loaded; raises ForkServerUnavailableError, also if it is unfit."""
         with self._lock:
             if self._is_ready:
                 return
@@ -215,7 +215,7 @@ class ForkClient:
         return [self._notes.pop(name) for name in preload.libraries if name in self._notes]
 
     def ready(self, preload: Preload) -> ForkServer | None:
-        """Return a server once it is ready; None, with the reason logged, where it can't be.
+        """Return a server once it is ready; None, with the reason logged, if it can't be.
 
         Only the holder of the worker's slot asks: no other gang has ranks of these servers.
         """
@@ -245,7 +245,7 @@ class ForkClient:
         return self._server
 
     def _has_libraries(self, server: ForkServer, preload: Preload) -> bool:
-        """Have a server load what it lacks; False where it has to be replaced."""
+        """Have a server load what it lacks; False if it has to be replaced."""
         if not all(map(preload.allows, server.libraries)):
             return False
         known = {*server.libraries, *self._left_to_ranks, *self._left_by_gang}

@@ -158,7 +158,7 @@ MAILBOXES: dict[str, Mailbox] = {}
 
 
 def open_mailbox(token: str) -> Mailbox:
-    """Return the mailbox, making it where there is none."""
+    """Return the mailbox, making it if there is none."""
     return MAILBOXES.setdefault(token, Mailbox())
 
 

@@ -51,7 +51,7 @@ class RankProcess:
     """A process in its own session, which runs one rank."""
 
     def __init__(self, launch: RankLaunch, payload: bytes, logs: LogFolder | None) -> None:
-        """Start the process; raises OSError where that fails, with nothing left behind."""
+        """Start the process; raises OSError if that fails, with nothing left behind."""
         self.place = launch.place
         rank = launch.place.rank
         writer = None if logs is None else RankLogWriter(logs, rank, launch.attempt)
@@ -238,7 +238,7 @@ class RankLines:
 
 
 def _start(launch: RankLaunch, files: RankFiles, environment: dict[str, str]) -> Child:
-    """Fork the rank from the worker's fork server, or start a fresh process where that fails."""
+    """Fork the rank from the worker's fork server, or start a fresh process if that fails."""
     client = fork_client(launch.place.worker)
     server = client.ready(launch.preload) if launch.launcher == "auto" else None
     if server is not None:

@@ -301,7 +301,7 @@ def _data_uri(pixels: torch.Tensor) -> str:
     from PIL import Image  # noqa: PLC0415 - most evaluations have no images
 
     image = Image.fromarray(pixels.contiguous().numpy())
-    for quality in (None, *QUALITIES):  # exact where that is small enough
+    for quality in (None, *QUALITIES):  # exact if that is small enough
         kind, content = "png" if quality is None else "jpeg", io.BytesIO()
         image.save(content, kind, optimize=True, quality=quality or 0)  # PNG has none
         if content.tell() <= MAX_BYTES:

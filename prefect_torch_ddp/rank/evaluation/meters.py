@@ -44,7 +44,7 @@ class RegressionMeter:
         """Measure one batch; it may be empty.
 
         Args:
-            predictions: shape [batch, num_outputs], or [batch] where that is 1; a nan or
+            predictions: shape [batch, num_outputs], or [batch] if that is 1; a nan or
                 infinite one is counted, and leaves the report without scores.
             targets: of the same shape.
 
@@ -214,7 +214,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def refuse_nothing(num: int, what: str = "samples") -> None:
-    """Raise where no rank counted anything; on every rank, since all have the same total.
+    """Raise if no rank counted anything; on every rank, since all have the same total.
 
     Raises:
         InvalidParamsError: it is 0.

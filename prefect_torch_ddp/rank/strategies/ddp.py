@@ -43,7 +43,7 @@ class ShareWeights:
         self.sums = SumWatch()
 
     def wrap(self, model: nn.Module, device: torch.device, ddp_kwargs: dict[str, Any]) -> nn.Module:
-        """Move a model to the device, and where there are several ranks make it a DDP."""
+        """Move a model to the device, and if there are several ranks make it a DDP."""
         model = model.to(device)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if self._world_size == 1:
@@ -69,7 +69,7 @@ class ShareWeights:
         self._models.add(ddp)
 
     def begin_loop(self, batches: GlobalBatches | None) -> None:
-        """Refuse layers that talk to other ranks where these hold unequal shares of a batch."""
+        """Refuse layers that talk to other ranks if these hold unequal shares of a batch."""
         ends = () if batches is None else (0, batches.num_batches - 1)
         sizes = [] if batches is None else sorted({batches.num_global(end) for end in ends})
         self._uneven = sizes if any(size % self._world_size for size in sizes) else []

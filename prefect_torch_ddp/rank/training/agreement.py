@@ -140,7 +140,7 @@ class Agreement:
         return self._apply(self._outcome, point, next_point)
 
     def put_first(self, key: str, text: str) -> str:
-        """Put a text where no rank has put one; return the one that is there. Waits for no rank."""
+        """Put a text if no rank has put one; return the one that is there. Waits for no rank."""
         if self._thread is None:
             return text
         return self._store.compare_set(key, "", text).decode()

@@ -64,7 +64,7 @@ def export_tracked(
 
 
 def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | None:
-    """Return the run's best checkpoint by its policy; None where that names no metric."""
+    """Return the run's best checkpoint by its policy; None if that names no metric."""
     policy = config.checkpoint
     if policy.best_metric is None:
         return None

@@ -101,7 +101,7 @@ class SaveClock:
     every_s: float | Literal["auto"] | None
     since_s: float
     interval_s: float = MIN_INTERVAL_S
-    """Between two checkpoints by time, where it adapts."""
+    """Between two checkpoints by time, if it adapts."""
     costs: tuple[SaveCost | None, ...] = ()
     has_said: bool = False
 

@@ -55,11 +55,11 @@ class Tracker:
 
     @property
     def resumed(self) -> Restorer | None:
-        """What this training resumed from; None where it tracks nothing."""
+        """What this training resumed from; None if it tracks nothing."""
         return self._restorer
 
     def track(self, objects: Mapping[str, Any]) -> None:
-        """Take objects, all or none, and restore them where there is a checkpoint."""
+        """Take objects, all or none, and restore them if there is a checkpoint."""
         self._check(objects)
         self._take(tracked.whole(objects))
 

@@ -22,7 +22,7 @@ _NO_BODY = hashlib.sha256(b"").hexdigest()
 
 
 class GetSigner:
-    """Makes the headers of a GET, signed where there are credentials.
+    """Makes the headers of a GET, signed if there are credentials.
 
     botocore's signer makes the same (`test_get.py` compares them), in some 80 µs more: it derives
     the day's key, and takes apart and sorts the headers, each time. See
@@ -110,7 +110,7 @@ class Connections:
         self._idle: deque[tuple[socket.socket, float]] = deque()
 
     def get(self, request: bytes, num_bytes: int) -> Answer | None:
-        """Send a GET; return its answer where that is a plain good one of so many bytes.
+        """Send a GET; return its answer if that is a plain good one of so many bytes.
 
         Raises:
             OSError: the connection broke, or was silent for too long.

@@ -1,4 +1,4 @@
-"""Reading many objects from S3: each by a lean GET, or by botocore where that isn't enough."""
+"""Reading many objects from S3: each by a lean GET, or by botocore if that isn't enough."""
 
 import hashlib
 import re
@@ -126,7 +126,7 @@ class S3Reader:
 
 
 def target_of(name: str, url: str, signing: Mapping[str, Any], *, is_signed: bool) -> Target | None:
-    """Return where a bucket's objects are; None where no lean GET can go.
+    """Return where a bucket's objects are; None if no lean GET can go.
 
     Args:
         name: of an object that was read.

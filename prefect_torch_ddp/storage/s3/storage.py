@@ -47,7 +47,7 @@ NUM_THREADS = 4
 class S3Storage(S3Location, Storage):
     """A storage under a prefix of an S3 bucket; its options are those of `S3Location`.
 
-    Objects are checked end to end, and written conditionally where one of several writers wins.
+    Objects are checked end to end, and written conditionally if only one writer may win.
     """
 
     @classmethod
@@ -94,7 +94,7 @@ class S3Storage(S3Location, Storage):
         return replace(self, prefix=other.prefix) if other.bucket == self.bucket else None
 
     def read(self, key: str) -> bytes:
-        """See `Storage.read`; compared with its digest where it was written by us."""
+        """See `Storage.read`; compared with its digest if it was written by us."""
         name = self.name_of(check_key(key))
         return ask(self, "read", name, partial(_download, self, name))
 

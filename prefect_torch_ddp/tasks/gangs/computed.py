@@ -142,7 +142,7 @@ class _Writing:
             number = self._futures.pop(future)
             error = future.exception()
             written = None if error is not None else future.result()
-            # Or Dask would compute it again where its worker is lost, and not where it failed.
+            # Or Dask would compute it again if its worker is lost, and not if it failed.
             future.release()
             if isinstance(error, KilledWorker):
                 self._again(number, error)

@@ -90,7 +90,7 @@ class ArtifactWriter:
     def put(
         self, type_: ArtifactType, key: str, data: object, description: str | None = None
     ) -> UUID:
-        """Create the artifact, or update it where this flow run has it; return its id."""
+        """Create the artifact, or update it if this flow run has it; return its id."""
         artifact_id = self._ids.get(key) or self._find(key)
         if artifact_id is None:
             request = ArtifactCreate(

@@ -28,7 +28,7 @@ def text(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """Escape a name, its middle left out where it is long: it would push a table off the page."""
+    """Escape a name, its middle left out if it is long: it would push a table off the page."""
     return text(middle_cut(" ".join(str(value).split()), MAX_NAME))
 
 

@@ -69,7 +69,7 @@ class TrainingProgress:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The same in samples of all ranks; None too where these aren't known."""
+        """The same in samples of all ranks; None too if these aren't known."""
         return self._speed(2)
 
     def _speed(self, of: int) -> float | None:

@@ -1,7 +1,7 @@
 """The flow watch: a process next to the flow's that ends the run in Prefect if that is killed.
 
 It also ends the temporary server that the flow's process had started, which would stay for ever.
-It waits on a pipe with nothing loaded: this module imports Prefect only where it is needed.
+It waits on a pipe with nothing loaded: this module imports Prefect only if it is needed.
 """
 
 import contextlib

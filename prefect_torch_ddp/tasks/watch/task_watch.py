@@ -177,7 +177,7 @@ class TaskWatch:
         identity = self._rpc.broadcast(msg={"op": "identity"}, workers=[address])
         if await answer_of(identity, ANSWER_S) is None:
             return False
-        # Where one has the task, it was sent before this was first asked, and has arrived by the
+        # If one has the task, it was sent before this was first asked, and has arrived by the
         # second time.
         self._workers[address].heard(has_task=address in self._answered)
         if self._address is not None:
@@ -185,7 +185,7 @@ class TaskWatch:
         return True
 
     async def _replace(self, address: str) -> None:
-        # Its nanny kills it and starts another; where none answers, Dask forgets the worker.
+        # Its nanny kills it and starts another; if none answers, Dask forgets the worker.
         restart = self._rpc.restart_workers(
             workers=[address], timeout=RESTART_S, on_error="return", stimulus_id=STIMULUS
         )

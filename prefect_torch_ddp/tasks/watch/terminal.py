@@ -168,7 +168,7 @@ class Display:
         self._line = "".join(each if each.isprintable() else " " for each in line)
 
     def turn(self) -> None:
-        """Show what is known, where it isn't shown by itself; a thread that waits calls this."""
+        """Show what is known, if it isn't shown by itself; a thread that waits calls this."""
         with suppress(Exception):  # a display that fails doesn't hurt the run
             if self.is_shown:
                 ways = {"lines": self._log, "notebook": self._update_cell, "bar": self._begin}
@@ -229,7 +229,7 @@ class Display:
 
 
 def display_here() -> AbstractContextManager[Display | None]:
-    """Show this task where no flow waits for it: it was called, not submitted."""
+    """Show this task if no flow waits for it: it was called, not submitted."""
     with suppress(ValueError):
         get_worker()
         return nullcontext()

@@ -17,7 +17,7 @@ from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, SAFE_LIBRARIES, Preload, is_installed
 
 OWN_NAME = __name__.partition(".")[0]
-"""This package, which counts as installed where it runs from a checkout too."""
+"""This package, which counts as installed even if it runs from a checkout."""
 
 
 def preload_of(code: Callable[..., Any] | str, named: Sequence[str] | None = None) -> Preload:

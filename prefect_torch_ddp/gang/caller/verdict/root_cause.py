@@ -28,7 +28,7 @@ def settle_s(failures: Sequence[RankFailure], num_returned: int, world_size: int
 
 
 def identical_s(failures: Sequence[RankFailure], num_returned: int, world_size: int) -> float:
-    """Return how long after the cause to wait for identical failures: 0 where none can come."""
+    """Return how long after the cause to wait for identical failures: 0 if none can come."""
     may_come = _num_failed(failures) + num_returned < world_size
     raised = any(failure.kind == "exception" and not failure.is_collateral for failure in failures)
     return IDENTICAL_S if raised and may_come else 0.0
@@ -43,7 +43,7 @@ def judge(
 ) -> tuple[RankFailure, ...]:
     """Return the failures with the cause first: one that isn't collateral, else an early return.
 
-    Where there is neither, it is the first failure.
+    If there is neither, it is the first failure.
     """
     cause = next((failure for failure in failures if not failure.is_collateral), None)
     if cause is None and returned:

@@ -29,7 +29,7 @@ class Stall:
 
 
 def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bool) -> Stall | None:
-    """Judge a gang by the heartbeats of all its ranks; None where it moves or isn't watched yet."""
+    """Judge a gang by the heartbeats of all its ranks; None if it moves or isn't watched yet."""
     if any(rank.heartbeat.phase in (Phase.NONE, Phase.STARTING) for rank in ranks):
         return None
     if not (from_start or any(rank.heartbeat.armed for rank in ranks)):

@@ -17,7 +17,7 @@ class Passes:
     """Goes over an iterable, again and again, and knows where it is.
 
     Its state is tracked as this rank's own: the number of the pass, and what the iterable itself
-    says of its place, where it has `state_dict` and `load_state_dict`.
+    says of its place, if it has `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, iterable: Iterable[Any], *, begins_anew: bool = False) -> None:
@@ -35,7 +35,7 @@ class Passes:
         self._num_begun = 0
         self._iterator: Iterator[Any] | None = None
         self._left_at: Any = None
-        """The iterable's state, where no pass is under way: as it was loaded, or left."""
+        """The iterable's state, if no pass is under way: as it was loaded, or left."""
         self._is_restored = False
 
     @property
@@ -92,7 +92,7 @@ class Passes:
             self._begin_pass()
 
     def take(self) -> Any:
-        """Return the next batch, of the next pass where one is over.
+        """Return the next batch, of the next pass if one is over.
 
         Raises:
             InvalidParamsError: a pass has no batch at all.

@@ -10,7 +10,7 @@ from prefect_torch_ddp.rank.training.calls.plans import OverLoader, Plan
 
 
 def describe_loop(plan: Plan) -> dict[str, Any]:
-    """Return what is equal on all ranks where they train on one dataset; can be written as JSON."""
+    """Return what is equal on all ranks if they train on one dataset; can be written as JSON."""
     here: dict[str, Any] = {"samples": 0, "traits": {}, "arguments": plan.describe()}
     if isinstance(plan, OverLoader):
         here |= {"samples": plan.batches.num_samples, "traits": plan.loader.traits}

@@ -68,7 +68,7 @@ class NewestMetrics:
             return
         value = self._values[metric] * (1 if self._policy.best_mode == "max" else -1)
         number, step = self._rated = self._intervals[metric]
-        if not value > self._best:  # nor where it is a nan
+        if not value > self._best:  # nor if it is a nan
             return
         self._best = value
         now, current = self._numbers.progress.step, self._numbers.current

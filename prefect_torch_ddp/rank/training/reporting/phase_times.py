@@ -77,7 +77,7 @@ class TimingLog:
         self._log.append(line)
 
     def flush(self) -> None:
-        """Write the records; a training is none the worse where that fails, as the log says."""
+        """Write the records; a training is none the worse if that fails, as the log says."""
         with suppress(StorageError):
             self._log.flush()
 

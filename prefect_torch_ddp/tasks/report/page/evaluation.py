@@ -41,7 +41,7 @@ def class_table(evaluation: Report, previous: Report | None = None) -> str:
 def confusion_table(evaluation: Report) -> str:
     """Show the confusion matrix, true classes down and predicted ones across.
 
-    As a picture, with counts where there is room for them, and the pairs that are confused most.
+    As a picture, with counts if there is room for them, and the pairs that are confused most.
     """
     matrix = evaluation.confusion_matrix
     if not matrix:

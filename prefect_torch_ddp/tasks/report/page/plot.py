@@ -68,7 +68,7 @@ def render_curves(curves: Curves) -> str:
 
 
 def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """Return a curve, or where it has more points the mean of each of so many stretches."""
+    """Return a curve, or if it has more points the mean of each of so many stretches."""
     if len(curve) <= max_points:
         return curve
     parts = np.array_split(np.asarray(curve), max_points)

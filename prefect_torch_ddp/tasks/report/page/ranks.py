@@ -45,7 +45,7 @@ class RecentTimes:
 
 
 def awaited_rank(lines: Sequence[TimingLine]) -> str:
-    """Name the rank that the others wait for, where that costs them much; else nothing."""
+    """Name the rank that the others wait for, if that costs them much; else nothing."""
     slowest, cost = waiting_cost(lines)
     if slowest is None or cost < NAMED_FROM:
         return ""
