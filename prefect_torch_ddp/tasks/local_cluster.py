@@ -27,6 +27,7 @@ CLOSE_S = 30.0
 FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 60.0
 """How long to wait after a worker that did not start: twice as long each time, up to this."""
+NEVER_S = 1e9
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,18 @@ class NannyProcess(ProcessInterface):
         await super().close()
 
 
+class RunCluster(distributed.LocalCluster):
+    """Keeps a worker that was lost: its nanny, or its `NannyProcess`, starts another one.
+
+    Dask closes it for ever if no worker of that name is there 15 s after the loss, however far the
+    start of the other one is, on a machine under load.
+    """
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        with dask.config.set({"distributed.deploy.lost-worker-timeout": NEVER_S}):
+            super()._update_worker_status(op, msg)
+
+
 def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.LocalCluster:
     """Start a local cluster for one run: a process and a thread per worker, the cores shared."""
     num_ranks = ranks_per_worker * (kwargs.get("n_workers") or 1)
@@ -125,7 +138,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
     with dask.config.set(nanny.QUIET):
-        cluster = distributed.LocalCluster(**{**defaults, **kwargs})
+        cluster = RunCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
         return cluster
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import dask
 import psutil
 import pytest
 from dask.system import CPU_COUNT
@@ -142,9 +143,13 @@ def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
     script, pipe = tmp_path / "unguarded.py", subprocess.PIPE
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as caller:
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as caller,
+        ExitStack() as ending,
+    ):
         assert caller.stdin is not None
         assert caller.stdout is not None
+        ending.callback(caller.kill)  # or a test that fails would wait for it
         assert caller.stdout.readline() == "the script runs\n"
         worker, nanny = (psutil.Process(int(pid)) for pid in caller.stdout.readline().split())
         for victim in (worker, nanny):
@@ -157,6 +162,21 @@ def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
         caller.kill()
         wait_until(partial(all_gone, [worker, nanny]))
         assert caller.stdout.read() == ""
+
+
+def test_a_worker_whose_replacement_takes_long_is_not_given_up() -> None:
+    """Dask's own cluster closes it for ever, by default if the other isn't there after 15 s."""
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "10 ms"}),
+        local_cluster(n_workers=1) as cluster,
+        Client(cluster) as client,
+    ):
+        (pid,) = client.run(os.getpid).values()
+        psutil.Process(pid).kill()
+        wait_until(lambda: not client.scheduler_info()["workers"])
+        wait_until(lambda: len(client.scheduler_info()["workers"]) == 1)
+        assert list(cluster.workers) == [0], "it isn't closed"
+        assert client.submit(os.getpid).result(HANG_S) != pid
 
 
 def test_a_cluster_without_any_worker_is_not_waited_for_without_end(tmp_path: Path) -> None:
