@@ -159,7 +159,8 @@ class Agreement:
         self._thread = None
         with suppress(RuntimeError):  # the store went with the rank that served it
             self._answers.check([""])  # its answer says that the pledges sent before have arrived
-            self._store.set(f"gone/{self._rank}", "")
+            # A round that was opened since its thread looked gets no pledge of this rank any more.
+            self._store.set(f"gone/{self._rank}", str(self._next_point))
 
     def _apply(self, outcome: Outcome, point: int, next_point: int) -> Outcome | None:
         with self._lock:
@@ -200,7 +201,7 @@ class Agreement:
                         self._pledge(self._answers, self._next_point, Want.NOTHING)
 
     def _gather(self) -> Outcome:
-        """Wait for the pledges of all ranks but those that are gone."""
+        """Wait for the pledges of all ranks; one that is gone without has passed its last point."""
         pledges: dict[int, tuple[int, int]] = {}
         missing = list(range(self.world_size))
         pause_s = GATHER_POLL_S
@@ -211,7 +212,9 @@ class Agreement:
                 key = f"pledge/{self._round}/{rank}"
                 if self._store.check([key]):
                     pledges[rank] = tuple(json.loads(self._store.get(key)))
-                if gone or rank in pledges:
+                elif gone:
+                    pledges[rank] = int(self._store.get(f"gone/{rank}")), Want.NOTHING
+                if rank in pledges:
                     missing.remove(rank)
             if not missing:
                 break

@@ -76,3 +76,27 @@ def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: fl
         assert points == sorted(points)
         assert all(outcome.want for outcome in agreed)
     assert sum(map(len, first)) > 10
+
+
+def end_first() -> Outcome | None:
+    """Return what rank 0 is told if it wants a save at a step's end that rank 1 has passed."""
+    module.POLL_S = 60.0  # so that rank 1 can't answer before it closes
+    agreement = Agreement(dist.get_rank(), 2, outside_after(0), ahead_s=0.4)
+    agreement.begin(outside_after(0), end_of(1), end_of(1), Want.NOTHING)
+    found = None
+    if dist.get_rank() == 1:
+        agreement.reach(end_of(1), outside_after(1), Want.NOTHING)
+        agreement.leave(outside_after(1))
+        agreement.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found = agreement.reach(end_of(1), outside_after(1), Want.SAVE)
+        agreement.leave(outside_after(1))
+        agreement.close()
+    dist.barrier()  # rank 0 serves the store
+    return found
+
+
+def test_nothing_is_agreed_on_where_a_rank_that_is_gone_has_passed() -> None:
+    """A training that ended on rank 1 can't save at its last step any more."""
+    assert run_ranks(end_first, 2) == [None, None]
