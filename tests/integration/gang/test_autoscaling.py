@@ -49,18 +49,6 @@ def num_started(client: Client) -> int:
     return sum(event["action"] == "add-worker" for _, event in client.get_events("all"))
 
 
-def most_at_once(client: Client) -> int:
-    """Return how many workers the cluster had at once at most.
-
-    Not how many joined: a loaded machine may start one so late that Dask gives it up for another.
-    """
-    num, most = 0, 0
-    for _, event in client.get_events("all"):
-        num += {"add-worker": 1, "remove-worker": -1}.get(event["action"], 0)
-        most = max(most, num)
-    return most
-
-
 @pytest.mark.parametrize("threads", [1, 3], ids=["workers-of-1-thread", "workers-of-3-threads"])
 def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) -> None:
     """The cluster starts no more workers than needed, and ends them after the gang."""
@@ -69,7 +57,7 @@ def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) 
         assert run_gang(client, plain.sum_of_ones, **call) == [2.0, 2.0]
         wait_until(lambda: num_asked(client) == 0)
         wait_until(lambda: num_workers(client) == 0)
-        assert most_at_once(client) == 2
+        assert num_started(client) == 2
 
 
 def test_a_gang_that_finds_all_workers_busy_gets_another(tmp_path: Path) -> None:
@@ -94,7 +82,7 @@ def test_a_training_that_may_grow_has_workers_started(tmp_path: Path) -> None:
         (tmp_path / "marks" / "enough").touch()
         gang.result(HANG_S)
         assert attempts_in(events) == [(1, 1), (2, 2)]
-        assert most_at_once(client) == 2
+        assert num_started(client) == 2
         wait_until(lambda: num_asked(client) == 0)
 
 
