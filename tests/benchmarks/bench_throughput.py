@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.benchmarks import steady, steady_gang
 from tests.benchmarks.beside import command_of_torchrun, median_and_half, rounds, show
@@ -27,8 +28,12 @@ NUM_TURNS = rounds(31)
 SETTLE_S = 0.2
 """After it was stopped: timers that went off meanwhile have their say at once, which is no part
 of a steady training."""
-WORKS = ((128, 90), (256, 60), (768, 30))
-"""Rows per rank and step, and steps in a turn: of about 6, 9 and 18 ms on two cores of 2026."""
+WORKS = {
+    "cpu": (256, ((128, 90), (256, 60), (768, 30))),
+    "cuda": (2048, ((512, 900), (4096, 400), (16384, 150))),
+}
+"""By device the features of a row; the rows per rank and step, and the steps in a turn, of about
+6, 9 and 18 ms on two cores of 2026."""
 REFERENCE = "torchrun"
 
 
@@ -88,12 +93,13 @@ class Trainer:
 
 
 @contextmanager
-def trainer(folder: Path, command: Sequence[str]) -> Iterator[Trainer]:
+def trainer(folder: Path, command: Sequence[str], device: str) -> Iterator[Trainer]:
     """Start a training; its arguments are added."""
     folder.mkdir()
     for name in ("go", "done"):
         os.mkfifo(folder / name)
-    turns = steady.Turns(str(folder), NUM_TURNS, WORKS)
+    width, works = WORKS[device]
+    turns = steady.Turns(str(folder), NUM_TURNS, works, width, device)
     process = subprocess.Popen([*command, json.dumps(asdict(turns))], start_new_session=True)
     made = Trainer(process, folder)
     try:
@@ -105,22 +111,26 @@ def trainer(folder: Path, command: Sequence[str]) -> Iterator[Trainer]:
         process.wait()
 
 
-def test_steady_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", list(WORKS))
+def test_steady_training(tmp_path: Path, device: str) -> None:
     """Print the table of docs/performance.md: medians over the turns, and the median of the
-    turns' ratios."""
+    turns' ratios; on a rank for each GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    num_ranks = 2 if device == "cpu" else torch.cuda.device_count()
     gang = (sys.executable, str(Path(steady_gang.__file__)))
     commands = {
-        REFERENCE: command_of_torchrun(Path(steady.__file__)),
+        REFERENCE: command_of_torchrun(Path(steady.__file__), num_ranks=num_ranks),
         "run_gang": (*gang, "plain"),
         "run_gang with RankContext": (*gang, "context"),
     }
     rows = []
     with ExitStack() as stack:
         trainers = {
-            name: stack.enter_context(trainer(tmp_path / str(number), command))
+            name: stack.enter_context(trainer(tmp_path / str(number), command, device))
             for number, (name, command) in enumerate(commands.items())
         }
-        for num_rows, _ in WORKS:
+        for num_rows, _ in WORKS[device][1]:
             for each in trainers.values():
                 each.make_ready()
             seen: dict[str, list[float]] = {name: [] for name in trainers}

@@ -22,9 +22,11 @@ AS_A_USER = ("env", "-u", "MALLOC_TRIM_THRESHOLD_")
 """Without what tests/conftest.py sets, as Dask's nannies do: it makes steps on a CPU slower."""
 
 
-def command_of_torchrun(script: Path, options: Sequence[str] = ()) -> tuple[str, ...]:
+def command_of_torchrun(
+    script: Path, options: Sequence[str] = (), num_ranks: int = 2
+) -> tuple[str, ...]:
     """Return the command that runs a script; its arguments follow."""
-    standalone = ("--standalone", "--nproc-per-node", "2")
+    standalone = ("--standalone", "--nproc-per-node", str(num_ranks))
     run = (sys.executable, "-m", "torch.distributed.run")
     return (*AS_A_USER, *run, *standalone, *options, str(script))
 

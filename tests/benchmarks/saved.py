@@ -87,6 +87,7 @@ def in_turns(
     """Train; return for each turn the way, and in seconds: the gang's stall, the steps after
     it, what was still to be written.
 
+    On a GPU, each time is taken once the device has done all that it was given.
     The stall is from the end of a step on all ranks to the beginning of the next on all ranks.
     """
     model = ctx.wrap(make_model())
@@ -108,24 +109,29 @@ def in_turns(
         turn, place = divmod(number, STEPS_OF_A_TURN)
         way = WAYS[(turn + turn // len(WAYS)) % len(WAYS)]
         if place == 1:
-            dist.barrier()
-            resumed = time.perf_counter()
-        loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+            resumed = now(ctx)
+        loss = model(torch.randn(ROWS, WIDTH, device=ctx.device)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if place == 0:
-            dist.barrier()
-            ended = time.perf_counter()
+            ended = now(ctx)
             others.save(way)
             ctx.checkpoint(force=way == OURS)
         elif place == STEPS_OF_A_TURN - 1:
-            dist.barrier()
-            now = time.perf_counter()
+            over = now(ctx)
             finish(ctx)
             others.wait()
-            turns.append((way, resumed - ended, now - resumed, time.perf_counter() - now))
+            turns.append((way, resumed - ended, over - resumed, time.perf_counter() - over))
     return turns
+
+
+def now(ctx: RankContext) -> float:
+    """Return the time once all ranks and their devices have come here."""
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter()
 
 
 def finish(ctx: RankContext) -> None:

@@ -6,6 +6,7 @@ of a machine drifts by more in some seconds than they differ by.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 if TYPE_CHECKING:
     from prefect_torch_ddp import RankContext
 
-WIDTH = 256
 NUM_ROWS_KEPT = 8192
 WARM_UP = 10
 """Steps at the beginning of a block that don't count: caches are somebody else's until then."""
@@ -36,15 +36,18 @@ class Turns:
     num_turns: int
     works: Sequence[tuple[int, int]]
     """Rows per rank and step, and the steps of a block that count."""
+    width: int = 256
+    """Features of a row."""
+    device: str = "cpu"
 
 
 class Rows(Dataset[Any]):
     """Features that cost next to nothing to read: a batch at a time, as DataLoader asks for it;
     the same ones come again."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, width: int) -> None:
         self._num_rows = num_rows
-        self._rows = torch.randn(NUM_ROWS_KEPT, WIDTH, generator=torch.Generator().manual_seed(0))
+        self._rows = torch.randn(NUM_ROWS_KEPT, width, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return self._num_rows
@@ -62,11 +65,11 @@ def same(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
 
-def make_model() -> torch.nn.Module:
+def make_model(width: int) -> torch.nn.Module:
     """Return an MLP of three square layers."""
     torch.manual_seed(0)
     layers = [
-        module for _ in range(3) for module in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+        module for _ in range(3) for module in (torch.nn.Linear(width, width), torch.nn.ReLU())
     ]
     return torch.nn.Sequential(*layers)
 
@@ -79,12 +82,19 @@ def in_blocks(batches: Iterable[Any], turns: Turns, num_steps: int) -> Iterator[
     for number, batch in enumerate(batches):
         if number % block == 0:
             if number:
-                tell(turns, repr((time.perf_counter() - began) / num_steps))
+                tell(turns, repr((now(turns) - began) / num_steps))
             wait_for_turn(turns)
         if number % block == WARM_UP:
-            began = time.perf_counter()
+            began = now(turns)
         yield batch
-    tell(turns, repr((time.perf_counter() - began) / num_steps))
+    tell(turns, repr((now(turns) - began) / num_steps))
+
+
+def now(turns: Turns) -> float:
+    """Return the time once the device has done all that it was given."""
+    if turns.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def wait_for_turn(turns: Turns) -> None:
@@ -103,12 +113,15 @@ def tell(turns: Turns, word: str) -> None:
 
 
 def train(
-    batches: Iterable[torch.Tensor], model: torch.nn.Module, ctx: "RankContext | None" = None
+    batches: Iterable[torch.Tensor],
+    model: torch.nn.Module,
+    device: str,
+    ctx: "RankContext | None" = None,
 ) -> None:
     """Train, as any PyTorch code does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches:
-        loss = model(batch).square().mean()
+        loss = model(batch.to(device)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -119,22 +132,28 @@ def train(
 def plain(turns: Turns) -> None:
     """Train each of the works with plain torch.distributed."""
     for local_batch, num_steps in turns.works:
-        rows = Rows(local_batch * dist.get_world_size() * (num_steps + WARM_UP) * turns.num_turns)
+        num_rows = local_batch * dist.get_world_size() * (num_steps + WARM_UP) * turns.num_turns
+        rows = Rows(num_rows, turns.width)
         sampler: DistributedSampler[Any] = DistributedSampler(rows)
         loader = DataLoader(rows, batch_size=local_batch, sampler=sampler, collate_fn=same)
-        train(in_blocks(loader, turns, num_steps), DistributedDataParallel(make_model()))
+        model = DistributedDataParallel(make_model(turns.width).to(turns.device))
+        train(in_blocks(loader, turns, num_steps), model, turns.device)
 
 
 def with_context(ctx: "RankContext", turns: Turns) -> None:
     """Train the same by ctx.wrap, ctx.loader, ctx.steps and ctx.report."""
     for local_batch, num_steps in turns.works:
         global_batch = local_batch * ctx.world_size
-        rows = Rows(global_batch * (num_steps + WARM_UP) * turns.num_turns)
+        rows = Rows(global_batch * (num_steps + WARM_UP) * turns.num_turns, turns.width)
         loader = ctx.loader(rows, global_batch_size=global_batch, collate_fn=same)
-        train(in_blocks(ctx.steps(loader, epochs=1), turns, num_steps), ctx.wrap(make_model()), ctx)
+        batches = in_blocks(ctx.steps(loader, epochs=1), turns, num_steps)
+        train(batches, ctx.wrap(make_model(turns.width)), turns.device, ctx)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    plain(Turns(**json.loads(sys.argv[1])))
+    its_turns = Turns(**json.loads(sys.argv[1]))
+    if its_turns.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if its_turns.device == "cuda" else "gloo")
+    plain(its_turns)
     dist.destroy_process_group()

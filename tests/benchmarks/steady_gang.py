@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from distributed import Client
 
 from prefect_torch_ddp import run_gang
@@ -20,10 +21,11 @@ from tests.workloads import plain
 def main(kind: str, turns: steady.Turns) -> None:
     """Train as a plain function or, by the kind "context", as a workload does; no checkpoint
     falls due."""
-    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
-        run_gang(client, plain.sum_of_ones, world_size=2)
+    size = 2 if turns.device == "cpu" else torch.cuda.device_count()
+    with local_cluster(n_workers=size) as cluster, Client(cluster) as client:
+        run_gang(client, plain.sum_of_ones, world_size=size)
         if kind == "plain":
-            run_gang(client, steady.plain, args=(turns,), world_size=2)
+            run_gang(client, steady.plain, args=(turns,), world_size=size)
             return
         storage, on_demand = (
             DirectoryStorage(Path(turns.folder, "store")),
@@ -31,7 +33,7 @@ def main(kind: str, turns: steady.Turns) -> None:
         )
         config = RankConfig("bench", 1, "task", storage, checkpoint=on_demand)
         args = config, steady.with_context, (turns,)
-        run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2)
+        run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=size)
 
 
 if __name__ == "__main__":

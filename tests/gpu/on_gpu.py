@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.examples import digits
@@ -88,6 +90,61 @@ def train(ctx: RankContext) -> dict[str, Any]:
         optimizer.step()
         ctx.report(loss=loss)
     return {"device": str(ctx.device)}
+
+
+class Elastic:
+    """The tiny workload with dropout, by micro-batches, on any number of ranks."""
+
+    prepare = staticmethod(prepare)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, Any]:
+        """Train; be killed as `train` is, on the last rank."""
+        assert ctx.device.type == "cuda"
+        torch.manual_seed(ctx.seed)
+        net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))
+        model = ctx.wrap(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ctx.track(model=model, optimizer=optimizer)
+        loader = ctx.loader(tiny.read(ctx, "train"), global_batch_size=8)
+        for batch in ctx.steps(loader, epochs=4):
+            if ctx.attempt == 1 and ctx.step == ctx.options.get("die_at_step"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            for (points, labels), weight in ctx.micro_batches(batch):
+                loss = cross_entropy(model(points.to(ctx.device)), labels.to(ctx.device))
+                (loss * weight).backward()
+            optimizer.step()
+        return {"world_size": ctx.world_size}
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Score nothing."""
+        return Report(num_samples=1)
+
+
+def never_come(ctx: RankContext) -> None:
+    """Wait in step 2 for rank 1, which sleeps there, with work on the device before it."""
+    import torch.distributed as dist
+
+    for (number,) in ctx.steps(ctx.loader(_numbers(8), global_batch_size=2), epochs=1):
+        if ctx.step == 2 and ctx.rank == 1:
+            time.sleep(600)
+        dist.all_reduce(number.to(ctx.device))
+
+
+def kernels_of(ctx: RankContext, seconds: float) -> int:
+    """Have the device work for so long in each of two steps, while the rank waits for it."""
+    clock_hz = 1000 * torch.cuda.get_device_properties(ctx.device).clock_rate
+    for (number,) in ctx.steps(ctx.loader(_numbers(2), global_batch_size=1), epochs=1):
+        torch.cuda._sleep(int(seconds * clock_hz))  # type: ignore[no-untyped-call]
+        number.to(ctx.device).item()
+        torch.cuda.synchronize()
+    return ctx.step
+
+
+def _numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)))
 
 
 def evaluate(ctx: RankContext) -> Report:

@@ -40,3 +40,23 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> N
     )
     undisturbed = train_flow(plain)
     assert Path(undisturbed.model_uri).read_bytes() == Path(resumed.model_uri).read_bytes()
+
+
+def test_elastic_bits_on_cuda(tmp_path: Path, num_gpus: int) -> None:
+    """One rank by NCCL, two and four that share devices by gloo, and two of which one is killed:
+    the same weights, to the bit."""
+    plain = TrainParams(
+        workload="tests.gpu.on_gpu:Elastic",
+        storage=str(tmp_path),
+        seed=3,
+        determinism="elastic",
+        virtual_ranks=4,
+        checkpoint=CheckpointParams(every_s=None, every_steps=5),
+    )
+    killed = {"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1, "world_size": 2}
+    reports = [
+        train_flow(plain.model_copy(update=update))
+        for update in ({"world_size": 1}, {"world_size": 2}, {"world_size": 4}, killed)
+    ]
+    assert reports[-1].training.attempt == 2
+    assert len({Path(report.model_uri).read_bytes() for report in reports}) == 1
