@@ -30,7 +30,7 @@ SETTLE_S = 0.2
 of a steady training."""
 WORKS = {
     "cpu": (256, ((128, 90), (256, 60), (768, 30))),
-    "cuda": (2048, ((512, 900), (4096, 400), (16384, 150))),
+    "cuda": (2048, ((256, 600), (1024, 300), (4096, 100))),
 }
 """By device the features of a row; the rows per rank and step, and the steps in a turn, of about
 6, 9 and 18 ms on two cores of 2026."""

@@ -72,22 +72,27 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, Any]:
-    """Train with dropout, so that the device's random generator counts; be killed at the step
-    that the options name."""
+    """Train with dropout, so that the device's random generator counts, in the way that the
+    options name; be killed at the step that they name."""
     assert ctx.device.type == "cuda"
+    way = ctx.options.get("way", "plain")
     net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))
     model = ctx.wrap(net)
+    call = torch.compile(model) if way == "compiled" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ctx.track(model=model, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cuda", enabled=way == "scaled", growth_interval=5)
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
     for points, labels in ctx.steps(
         ctx.loader(tiny.read(ctx, "train"), global_batch_size=8), epochs=4
     ):
         if ctx.attempt == 1 and ctx.step == ctx.options.get("die_at_step"):
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = cross_entropy(model(points.to(ctx.device)), labels.to(ctx.device))
+        with torch.autocast("cuda", torch.float16, enabled=way == "scaled"):
+            loss = cross_entropy(call(points.to(ctx.device)), labels.to(ctx.device))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         ctx.report(loss=loss)
     return {"device": str(ctx.device)}
 

@@ -19,19 +19,23 @@ def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
     assert report.evaluation.accuracy >= 0.95
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "world_size"),
+    [("plain", 1), ("plain", 2), ("scaled", 2), ("compiled", 2)],
+)
+def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, way: str, world_size: int) -> None:
     """Killed at step 13 and resumed, with dropout on the device: the weights of the
-    undisturbed training, to the bit."""
+    undisturbed training, to the bit. Also in float16 with a GradScaler, and compiled."""
     plain = TrainParams(
         workload="tests.gpu.on_gpu",
         storage=str(tmp_path),
         world_size=world_size,
         seed=3,
         checkpoint=CheckpointParams(every_s=None, every_steps=5),
+        options={"way": way},
     )
     killed = plain.model_copy(
-        update={"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
+        update={"options": {"way": way, "die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
     )
     resumed = train_flow(killed)
     assert resumed.training.attempt == 2
@@ -45,18 +49,18 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> N
 def test_elastic_bits_on_cuda(tmp_path: Path, num_gpus: int) -> None:
     """One rank by NCCL, two and four that share devices by gloo, and two of which one is killed:
     the same weights, to the bit."""
-    plain = TrainParams(
-        workload="tests.gpu.on_gpu:Elastic",
-        storage=str(tmp_path),
-        seed=3,
-        determinism="elastic",
-        virtual_ranks=4,
-        checkpoint=CheckpointParams(every_s=None, every_steps=5),
-    )
-    killed = {"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1, "world_size": 2}
+    common = {
+        "workload": "tests.gpu.on_gpu:Elastic",
+        "storage": str(tmp_path),
+        "seed": 3,
+        "determinism": "elastic",
+        "virtual_ranks": 4,
+        "checkpoint": {"every_s": None, "every_steps": 5},
+    }
+    killed = {"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
     reports = [
-        train_flow(plain.model_copy(update=update))
-        for update in ({"world_size": 1}, {"world_size": 2}, {"world_size": 4}, killed)
+        train_flow(TrainParams.model_validate({**common, "world_size": world_size, **others}))
+        for world_size, others in ((1, {}), (2, {}), (4, {}), (2, killed))
     ]
     assert reports[-1].training.attempt == 2
     assert len({Path(report.model_uri).read_bytes() for report in reports}) == 1

@@ -310,7 +310,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     ddp._run_ddp_forward = zeros  # type: ignore[method-assign]  # noqa: SLF001
     try:
         with torch.enable_grad():
-            ddp().backward()
+            # With an input: a DDP of a device moves its inputs there, and fails if it has none.
+            ddp(zero).backward()
         # The next forward pass would do this, with all ranks; it may be one rank's own.
         ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()  # noqa: SLF001
     finally:
