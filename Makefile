@@ -20,7 +20,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train nightly stop test lint docs integration chaos gpu wheel bench clean system-packages
+.PHONY: help train nightly stop test lint docs integration long chaos gpu wheel bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,7 +39,7 @@ nightly: $(VENV)/.installed ## deploy nightly and the examples, on a local Prefe
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
 test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 10 minutes
 	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) tests/integration -m "not extended" $(WAITING) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) tests/integration -m "not (extended or long)" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and the manual
 	$(BIN)/ruff check .
@@ -51,8 +51,11 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and t
 docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.html; ARGS=serve shows it while you write
 	$(MKDOCS) $(or $(ARGS),build) --strict
 
-integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 16 minutes
-	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
+integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, trainers, many kill points; 15 minutes
+	$(PYTEST) tests/integration -m "extended and not long" $(WAITING) $(ARGS)
+
+long: $(VENV)/.installed-dev system-packages ## run those of a minute each: Slurm, PBS, the wheel, the manual as typed
+	$(PYTEST) tests/integration -m long $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
 	$(PYTEST) tests/chaos $(ARGS)

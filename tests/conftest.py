@@ -97,4 +97,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
             item.add_marker("extended")
     # What takes longest comes first, so that no process waits for another's last test.
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    items.sort(key=lambda item: -_limit_s(item) if item.get_closest_marker("long") else 0)
+
+
+def _limit_s(item: pytest.Item) -> float:
+    limit = item.get_closest_marker("timeout")
+    return limit.args[0] if limit else 0

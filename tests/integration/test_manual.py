@@ -83,6 +83,7 @@ PROMISES: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", PROMISES)
 @pytest.mark.usefixtures("prefect_api")
 def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path) -> None:

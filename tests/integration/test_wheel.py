@@ -15,7 +15,6 @@ import pytest
 from tests.support.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.extended,
     pytest.mark.long,
     pytest.mark.usefixtures("prefect_api"),
 ]

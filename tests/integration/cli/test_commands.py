@@ -51,6 +51,7 @@ def typed(folder: Path, *given: str, status: int = 0, **environment: str) -> tup
     return done.stdout, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_run_is_trained_listed_shown_read_and_resumed(folder: Path) -> None:
     """From one file come two runs, the second of which resumes from the first."""

@@ -138,13 +138,11 @@ def train_while(
     wait_until(lambda: not site.job_ids() and not site.processes())
 
 
-@pytest.mark.extended
 def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
     """All ranks save before a job ends, and continue with the next job without a retry."""
     train_while(end_a_job, site, tmp_path, example(site, tmp_path))
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path) -> None:
@@ -193,7 +191,6 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
     wait_until(lambda: last <= set(by_rank(line.message for line in logs_of(flow_run_id))))
 
 
-@pytest.mark.extended
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
     """After SIGTERM the flow is Cancelled with a checkpoint, and none of its jobs remains."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)

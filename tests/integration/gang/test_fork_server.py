@@ -179,6 +179,7 @@ def test_what_a_rank_started_ends_with_its_gang(
     assert not [process for process in below if process.name() == "sleep"]
 
 
+@pytest.mark.extended
 def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
     """A gang gets fresh processes if the server is stopped, and exit codes stay visible."""
 

@@ -36,7 +36,7 @@ def client() -> Iterator[Client]:
 )
 @pytest.mark.parametrize(
     "seconds",
-    [LONGER_THAN_A_LOOK_S, pytest.param(60.0, marks=[pytest.mark.extended, pytest.mark.long])],
+    [LONGER_THAN_A_LOOK_S, pytest.param(60.0, marks=pytest.mark.long)],
 )
 def test_rank_0_works_on_after_the_others_have_returned(
     client: Client, how: str, seconds: float
@@ -117,6 +117,7 @@ def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
     assert values == [2, 2]
 
 
+@pytest.mark.extended
 def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
     client: Client, tmp_path: Path
 ) -> None:
@@ -155,7 +156,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "asleep_s", [9.0, pytest.param(120.0, marks=[pytest.mark.extended, pytest.mark.long])]
+    "asleep_s",
+    [pytest.param(9.0, marks=pytest.mark.extended), pytest.param(120.0, marks=pytest.mark.long)],
 )
 def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
     """No watch counts the time in which all processes are stopped."""

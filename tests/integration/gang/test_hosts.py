@@ -199,6 +199,7 @@ def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
     assert [rank["env"]["NCCL_SOCKET_FAMILY"] for rank in ranks] == ["AF_INET6"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("short_liveness")
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
     """After a host's link went down, the error names its silence and the others continue."""

@@ -40,6 +40,7 @@ def test_a_worker_lost_with_its_values() -> None:
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("short_liveness")
 def test_a_stopped_worker(tmp_path: Path) -> None:
     """After SIGSTOP of a worker the error names it and its silence, and all ranks end."""

@@ -38,6 +38,7 @@ def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fau
     seeded_faults.strike(dask_client, fault, tmp_path)
 
 
+@pytest.mark.long
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However gangs end, no process, port, file descriptor, thread or temporary file remains."""
     assert_nothing_is_left(tmp_path, monkeypatch, len(MIX))

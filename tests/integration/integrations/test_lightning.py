@@ -25,7 +25,7 @@ from tests.workloads import trainers
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.extended,
+    pytest.mark.long,
     pytest.mark.usefixtures("prefect_api"),
 ]
 

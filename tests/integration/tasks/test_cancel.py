@@ -297,7 +297,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     check_task_cancelled(check_flow_cancelled("cancelled"))
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["ctrl-c", "suspended"])
 def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> None:
     """Ctrl-C or a suspension stops the ranks with a checkpoint before the flow's cluster closes."""

@@ -59,6 +59,7 @@ def check(report: TrainReport, prepared: str = "Completed") -> None:
         wait_until_said(flow_run_id, f"[rank {rank}] step 1")
 
 
+@pytest.mark.long
 def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
     """Two runs on a cluster by its address complete, and the cluster stays."""
     with separate_cluster(tmp_path / "cluster") as cluster:
@@ -226,6 +227,7 @@ class QueuedCluster(LocalCluster):
         self.made.append(self)
 
 
+@pytest.mark.long
 def test_a_first_worker_that_comes_late_is_waited_for_if_the_run_made_the_cluster(
     tmp_path: Path,
 ) -> None:

@@ -433,7 +433,7 @@ def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
     return made
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_calls_of_one_key_and_equal_arguments_are_one_training(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -486,7 +486,7 @@ def test_equal_arguments_have_one_digest_in_every_process(
     assert len(set(there.split())) == 7
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +544,7 @@ def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float
     return float(model.weight.item())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("reference", ["latest", "best"])
 def test_latest_and_best_take_no_run_of_another_flow(
     dask_cluster: LocalCluster, tmp_path: Path, reference: str

@@ -17,7 +17,6 @@ from tests.support.waiting import wait_until
 from tests.support.workers import ROOT, worker_running
 
 pytestmark = [
-    pytest.mark.extended,
     pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("prefect_api"),

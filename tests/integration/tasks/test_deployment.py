@@ -27,7 +27,7 @@ from tests.support.runs import steered
 from tests.support.waiting import wait_until
 from tests.support.workers import prefect, worker_running
 
-pytestmark = [pytest.mark.extended, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", autouse=True)

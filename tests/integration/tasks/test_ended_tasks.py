@@ -29,6 +29,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "num_attempts", "says"),
     [
@@ -40,7 +41,6 @@ CHANGES = {
             2,
             "resuming from the checkpoint of step 80",
             id="its value isn't kept",
-            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -18,7 +18,6 @@ from tests.support.separate_cluster import SeparateCluster
 from tests.support.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.extended,
     pytest.mark.long,
     pytest.mark.usefixtures("prefect_api", "short_liveness"),
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
 
 SCRIPT = """
 import os

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.gangs import all_gone
 from tests.support.waiting import wait_until
@@ -31,6 +32,7 @@ run()
 """
 
 
+@pytest.mark.extended
 def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
     """The watch that closes the run also ends the server that the flow had started."""
     own = ("PREFECT_API_URL", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE")

@@ -198,6 +198,7 @@ def test_a_flow_retry_resumes_and_trains_no_more_than_needed(
     assert train_states(flow_run_id) == ["Cached", "Completed", "Failed"]
 
 
+@pytest.mark.long
 def test_a_failed_run_is_resumed(
     prefect_api: str, params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:

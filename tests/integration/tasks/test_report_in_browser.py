@@ -32,7 +32,7 @@ from tests.support.runs import steered
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 SHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 UIS = {"v1": "", "v2": "/v2"}

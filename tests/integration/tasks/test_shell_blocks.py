@@ -29,7 +29,7 @@ from tests.support.s3_server import S3Server
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = {

@@ -97,6 +97,7 @@ def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path
     assert any("stopped" in line for line in of_train), of_train
 
 
+@pytest.mark.extended
 def test_nothing_configured(script: Path, tmp_path: Path) -> None:
     """Without configuration a run uses an embedded server, a local cluster and local storage."""
     said: list[str] = []

@@ -34,6 +34,7 @@ from tests.support.runs import (
 DIGITS = "prefect_torch_ddp.examples.digits"
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("prefect_api")
 def test_digits_are_learnt_twice(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """The second run with the same parameters repeats what the first one learnt."""
