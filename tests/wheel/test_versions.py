@@ -1,6 +1,6 @@
 """The README's examples after `pip install` of the wheel, at both ends of what pyproject allows.
 
-Each installation takes minutes and gigabytes, so neither `make test` nor `make integration` runs
+Each installation takes minutes and gigabytes, so only `make wheel` runs
 these. PTD_PYTHON chooses the interpreter.
 """
 
