@@ -3,7 +3,8 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
@@ -26,6 +27,18 @@ OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_las
 MAX_FOLDER_BYTES = 75
 """Of the 107 bytes that a socket's path may have, "/pymp-" and "/listener-", each with eight
 characters, take 32."""
+
+MAX_SPLITS = 5
+"""Names in an error."""
+WAYS_OUT = (
+    "use a map-style dataset (with __len__ and __getitem__; of Hugging Face's: load_dataset "
+    "without streaming=True, or Dataset.from_generator; for Parquet files, "
+    "prefect_torch_ddp.data.table); "
+    "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
+    "iter_shard(shard) -> Iterator; or pass your own DataLoader to ctx.steps(loader, total=5000), "
+    "which counts steps and leaves the order to you"
+)
+"""For a dataset that is only read in sequence."""
 
 
 def refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:
@@ -137,16 +150,17 @@ def _kind_of(dataset: object) -> str:
 
 def count_samples(dataset: object) -> int:
     """Return the length of a map-style dataset; refuse another one."""
+    name = type(dataset).__name__
+    if isinstance(dataset, Mapping) and 0 not in dataset:  # Hugging Face's load_dataset gives it
+        some = ", ".join(map(repr, islice(dataset, MAX_SPLITS)))
+        msg = f"a {name} of {some} isn't one dataset: pass one of its values to ctx.loader"
+        raise InvalidParamsError(msg)
     if isinstance(dataset, IterableDataset):
-        msg = (
-            f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample "
-            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, "
-            "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
-            "iter_shard(shard) -> Iterator"
-        )
+        what = f"{name} is an IterableDataset, which can't promise each sample exactly once over"
+        msg = f"{what} all ranks; {WAYS_OUT}"
         raise InvalidParamsError(msg)
     if not isinstance(dataset, Sized):
-        msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
+        msg = f"{name} has no __len__; a dataset needs __len__ and __getitem__; {WAYS_OUT}"
         raise InvalidParamsError(msg)
     return len(dataset)
 
