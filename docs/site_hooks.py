@@ -45,7 +45,8 @@ hide: [toc]
 Every option of the three levels, with its default at each; a level without a default doesn't have
 the option. `run_gang` and `ddp_task` take them by keyword, `train_flow` as `TrainParams(...)`.
 `ddp_task` also takes those of Prefect's tasks, such as `retries`, `tags` and `timeout_seconds`.
-This page is made of their declarations; `help(run_gang)` and `help(ddp_task)` show the same lines.
+*Empty* means None, as in the run form. This page is made of their declarations; `help(run_gang)`
+and `help(ddp_task)` show the same lines.
 """
 
 
