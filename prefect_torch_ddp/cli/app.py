@@ -50,8 +50,8 @@ def common(
 
 
 def main(given: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit: 2 if something given can't work or a training failed."""
-    # A console script has its own folder there; workloads are found where the command is typed.
+    """Run the command and exit; the exit code is 2 if an argument is refused or a run fails."""
+    # A console script has its own folder there; workloads are imported from the current folder.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

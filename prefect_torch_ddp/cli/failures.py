@@ -1,14 +1,14 @@
-"""How the command ends if it fails."""
+"""The exit codes of a command that fails."""
 
 import sys
 
 EXIT_REFUSED = 2
 EXIT_CANCELLED = 130
-"""As a shell has it after Ctrl-C."""
+"""What a shell reports after Ctrl-C."""
 
 
 def is_cancel(error: BaseException) -> bool:
-    """Whether it ended by Ctrl-C or Prefect's cancel."""
+    """Whether the error is Ctrl-C or a cancel by Prefect."""
     prefect = sys.modules.get("prefect.exceptions")
     return isinstance(error, KeyboardInterrupt) or (
         prefect is not None and isinstance(error, prefect.CancelledRun)

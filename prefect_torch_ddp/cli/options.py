@@ -28,7 +28,7 @@ ParamsOption = Annotated[
         "-p",
         "--param",
         metavar="NAME=VALUE",
-        help="Any other of TrainParams: checkpoint.every_epochs=1",
+        help="Any other field of TrainParams: checkpoint.every_epochs=1",
     ),
 ]
 
@@ -42,17 +42,17 @@ RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="The run's id, the beginning of one, or: latest",
+        help="A run's id, the start of one, or: latest",
         autocompletion=_complete_run,
     ),
 ]
 
 
 def parse_values(given: Sequence[str] | None, flag: str) -> dict[str, Any]:
-    """Return `name=value` pairs as a dict; a value is JSON if it can be read so, else text.
+    """Return `name=value` pairs as a dict; a value that isn't valid JSON is text.
 
     Raises:
-        InvalidParamsError: one isn't of that form, or a name is given twice.
+        InvalidParamsError: a pair isn't of that form, or a name is given twice.
     """
     values: dict[str, Any] = {}
     for each in given or ():
@@ -74,7 +74,7 @@ def nested(values: dict[str, Any], flag: str) -> dict[str, Any]:
     """Return values of dotted names as nested dicts: `checkpoint.every_epochs`.
 
     Raises:
-        InvalidParamsError: a name is that of a value and of a group.
+        InvalidParamsError: a name is given both as a value and as a group.
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -83,7 +83,8 @@ def nested(values: dict[str, Any], flag: str) -> dict[str, Any]:
         for place in places:
             at = at.setdefault(place, {}) if isinstance(at, dict) else None
         if not isinstance(at, dict) or last in at:
-            msg = f"{flag} {name}: {name.partition('.')[0]} is given in two ways"
+            group = name.partition(".")[0]
+            msg = f"{flag} {name}: {group} is given both as a value and as a group; give one"
             raise InvalidParamsError(msg)
         at[last] = value
     return found
@@ -93,7 +94,7 @@ def checked_params(values: dict[str, Any]) -> "TrainParams":
     """Return the parameters of a training.
 
     Raises:
-        InvalidParamsError: names each unknown or invalid one, and what may be meant.
+        InvalidParamsError: names each unknown or invalid parameter, and the most similar one.
     """
     from pydantic import ValidationError
 
@@ -115,10 +116,10 @@ def run_ids_at(place: str) -> list[str]:
 
 
 def find_run(storage: "Storage", given: str) -> str:
-    """Return the id of the run that is meant: whole, by its beginning, or the latest.
+    """Return the id of a run, given as the whole id, as the start of one, or as `latest`.
 
     Raises:
-        InvalidParamsError: there is none, or there are several; names those that may be meant.
+        InvalidParamsError: no run fits, or several do; names the ones that fit best.
     """
     from prefect_torch_ddp.records.run_record import run_ids
 
@@ -127,11 +128,11 @@ def find_run(storage: "Storage", given: str) -> str:
     if given in ids or len(found) == 1:
         return given if given in ids else found[0]
     if not ids:
-        msg = f"there is no run in {storage.uri}; --storage names another place"
+        msg = f"there is no run in {storage.uri}; choose another storage with --storage"
     elif found:
-        msg = f"{len(found)} runs begin with {given}: {', '.join(found[:5])}"
+        msg = f"{len(found)} runs begin with {given}: {', '.join(found[:5])}; give more of the id"
     else:
         close = difflib.get_close_matches(given, ids, 1)
-        hint = f"did you mean {close[0]}?" if close else "`prefect-torch-ddp runs` shows them"
+        hint = f"did you mean {close[0]}?" if close else "`prefect-torch-ddp runs` lists all"
         msg = f"there is no run {given} in {storage.uri}; {hint}"
     raise InvalidParamsError(msg)

@@ -1,4 +1,4 @@
-"""`runs`, `show` and `metrics`: what the runs of a storage have left."""
+"""`runs`, `show` and `metrics`: print what a storage holds about its runs."""
 
 import sys
 from collections.abc import Sequence
@@ -19,11 +19,9 @@ def runs(
     storage: StorageOption = STORAGE,
     experiment: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only its runs, e.g. train-ddp/nightly/my_workload."),
+        typer.Option(metavar="NAME", help="Only its runs, such as train-ddp/nightly/my_workload."),
     ] = None,
-    limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many, from the newest on.")
-    ] = 20,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many runs to list.")] = 20,
 ) -> None:
     """List runs, the newest first."""
     from prefect_torch_ddp.records.run_record import list_records
@@ -32,7 +30,7 @@ def runs(
     place = storage_of(storage)
     records = list_records(place, experiment)
     if not records:
-        print(f"there is no run in {place.uri}; --storage names another place")
+        print(f"there is no run in {place.uri}; choose another storage with --storage")
         return
     head = ("RUN", "STATE", "BEGAN", "TOOK", "RANKS", "STEPS", "SCORE", "WORKLOAD")
     print("\n".join(aligned([head, *map(row, records[:limit])])))
@@ -62,7 +60,7 @@ def metrics(
         typer.Option(metavar="BY", help="step: the mean over the ranks; record: each rank's."),
     ] = "step",
     all_attempts: Annotated[
-        bool, typer.Option("--all-attempts", help="Also of steps that were done again.")
+        bool, typer.Option("--all-attempts", help="Also the rows of steps that were repeated.")
     ] = False,
 ) -> None:
     """Print the metrics of a run.
@@ -95,7 +93,7 @@ def row(record: "RunRecord") -> tuple[str, ...]:
 
 
 def facts(record: "RunRecord", report_uri: str, storage: str) -> "Rows":
-    """Return what `show` prints of a run, a row for each fact that there is."""
+    """Return what `show` prints about a run: a name and a text for each fact, "" if unknown."""
     from prefect_torch_ddp.results import count, values_in_words
 
     tried = count(len(record.attempts), "attempt")

@@ -1,4 +1,4 @@
-"""`run-script`: a script for torchrun, as a task of a Prefect flow."""
+"""`run-script`: runs a script for torchrun as a task of a Prefect flow."""
 
 import os
 from pathlib import Path
@@ -57,7 +57,7 @@ def run_script(
     ranks, each = placed(world_size, nproc_per_node, nnodes)
     named = f"-m {script}" if module else script
     if not module and not Path(script).is_file():
-        msg = f"there is no script {script} in {Path.cwd()}; with -m it is a module"
+        msg = f"there is no script {script} in {Path.cwd()}; add -m to run a module"
         raise InvalidParamsError(msg)
     from prefect_torch_ddp.server import find_or_start_server
 
@@ -89,7 +89,7 @@ def placed(world_size: int | None, per_node: int | None, nodes: int | None) -> t
     """Return how many ranks there are, and how many on each Dask worker.
 
     Raises:
-        InvalidParamsError: the numbers don't go together.
+        InvalidParamsError: the numbers contradict each other.
     """
     ranks = world_size or (per_node or 1) * (nodes or 1)
     each = per_node or (ranks // nodes if nodes else 1)
@@ -102,7 +102,7 @@ def placed(world_size: int | None, per_node: int | None, nodes: int | None) -> t
 
 
 def run_as_flow(task: "Task[..., Any]", runner: "DaskTaskRunner") -> None:
-    """Run one task in a flow that has its name."""
+    """Run one task in a flow of the same name."""
     from prefect import flow
 
     @flow(name=task.name, task_runner=runner)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`train` and `resume`: runs of `train_flow`, under a Prefect server, started if need be."""
+"""`train` and `resume`: run `train_flow`, with a Prefect server that is started if needed."""
 
 import os
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 DIGITS = "prefect_torch_ddp.examples.digits"
 RESUME_FLAGS = {
-    "workload": "the run",
+    "workload": "`prefect-torch-ddp train` for another workload",
     "options": "-o",
     "storage": "--storage",
-    "resume_from": "the run",
+    "resume_from": "the argument RUN",
 }
 TRAIN_FLAGS = {
     "workload": "the first argument",
@@ -88,7 +88,7 @@ def resume(
 ) -> None:
     """Continue a run from its newest checkpoint.
 
-    It is a new run, with the same parameters but for those that are given.
+    This starts a new run with the same parameters, except for those given here.
     """
     from prefect_torch_ddp.records.run_record import read_record
     from prefect_torch_ddp.tracking.runs import storage_of
@@ -121,16 +121,16 @@ def resume(
 
 
 def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any]:
-    """Return what `-p` says; raises InvalidParamsError for what has a flag."""
+    """Return the changes given by `-p`; raises InvalidParamsError if one has its own flag."""
     changes = nested(parse_values(given, "-p"), "-p")
     for name in changes.keys() & flags.keys():
-        msg = f"-p {name}: give it by {flags[name]}"
+        msg = f"-p {name} can't be given: use {flags[name]}"
         raise InvalidParamsError(msg)
     return changes
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return changes, each group together with those of its values that are not changed."""
+    """Return changes; a group that is changed keeps its other values."""
     return {
         name: {**(values.get(name) or {}), **value} if isinstance(value, dict) else value
         for name, value in changes.items()
@@ -138,14 +138,14 @@ def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_workload(params: "TrainParams") -> None:
-    """Refuse what its source shows to be wrong, before a server or a cluster is started."""
+    """Refuse a workload whose source shows an error, before a server or cluster is started."""
     from prefect_torch_ddp.tasks.workload import check_options, read_workload
 
     check_options(read_workload(params.workload), [*params.options, *params.data_options])
 
 
 def _use_server() -> None:
-    """Find or start the Prefect server; before Prefect is imported, which reads its settings."""
+    """Find or start the Prefect server, before Prefect is imported and reads its settings."""
     from prefect_torch_ddp.server import find_or_start_server
 
     os.environ["PREFECT_API_URL"] = find_or_start_server()

@@ -1,4 +1,4 @@
-"""A file of ClusterParams, looked at before it costs a job."""
+"""Checks a file of ClusterParams before a job is submitted."""
 
 import importlib
 import shutil
@@ -18,7 +18,7 @@ def read_cluster_file(path: Path) -> ClusterParams:
     """Read a YAML file as ClusterParams, such as those in `deployments/clusters`.
 
     Raises:
-        InvalidParamsError: it can't be read, or isn't one; says why.
+        InvalidParamsError: the file can't be read, or doesn't hold ClusterParams; says why.
     """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def read_cluster_file(path: Path) -> ClusterParams:
         msg = f"the cluster file {path} can't be read: {error}"
         raise InvalidParamsError(msg) from error
     if not isinstance(found, dict):
-        msg = f"the cluster file {path} has no names and values, such as cluster_class: ..."
+        msg = f"the cluster file {path} has no fields: write them as name: value"
         raise InvalidParamsError(msg)
     try:
         return ClusterParams(**found)
@@ -36,9 +36,9 @@ def read_cluster_file(path: Path) -> ClusterParams:
 
 
 def look_before_jobs(params: ClusterParams, console: Console) -> list[str]:
-    """Make the cluster of a batch system without a job, show its job script; return what is wrong.
+    """Create a batch system's cluster without a job, show its job script; return the problems.
 
-    Of other classes only the import is tried: to make a cluster of them starts its workers.
+    Other classes are only imported, because creating such a cluster starts its workers.
     """
     named = str(params.cluster_class)
     module, _, name = named.rpartition(".")
@@ -62,5 +62,5 @@ def look_before_jobs(params: ClusterParams, console: Console) -> list[str]:
             console.print(f"workers will connect to {cluster.scheduler_address}", markup=False)
     except Exception as error:  # noqa: BLE001 - classes of others raise anything for what they get
         text = f"{type(error).__name__}: {error}"
-        problems.append(f"{named} can't be made of the file's cluster_kwargs: {text}")
+        problems.append(f"{named} refuses the file's cluster_kwargs: {text}")
     return problems

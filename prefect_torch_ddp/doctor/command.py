@@ -1,4 +1,4 @@
-"""What `prefect-torch-ddp doctor` looks at."""
+"""The checks of `prefect-torch-ddp doctor`."""
 
 import logging
 import time
@@ -28,15 +28,15 @@ from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
 FEW_OPEN_FILES = 4096
 LITTLE_SHARED_BYTES = 2**30
-"""Docker's default is 64 MiB, where DataLoader workers die of a bus error."""
+"""Docker's default is 64 MiB, with which DataLoader workers die of a bus error."""
 TRIAL_BYTES = 2**25
-"""What is written to the storage and read back to tell its speed."""
+"""Size of the object that is written to the storage and read back to measure its speed."""
 MIB = 2**20
 
 
 @dataclass
 class Doctor:
-    """What was looked at, and what is wrong with it."""
+    """Runs the checks, and collects the problems that they find."""
 
     console: Console
     interface: str | None
@@ -44,7 +44,7 @@ class Doctor:
     problems: list[str] = field(default_factory=list)
 
     def cluster(self, client: Client) -> list[str]:
-        """Look at a cluster's versions, workers and network; return the workers that answer."""
+        """Check a cluster's versions, workers and network; return the workers that answer."""
         workers: list[WorkerIdentity] = []
         try:
             running = list(client.sync(running_workers, client))
@@ -56,7 +56,7 @@ class Doctor:
         found = list(hosts)
         self.problems += [f"worker {each} doesn't answer" for each in set(running) - set(found)]
         if not found:
-            self.problems.append("the cluster has no worker that answers")
+            self.problems.append("no worker of the cluster answers: start one, or wait for it")
         elif self._versions(client, workers):
             self._machines(workers, client.run(on_worker.look, workers=found), hosts)
             self._network(client, hosts)
@@ -64,7 +64,7 @@ class Doctor:
         return found
 
     def _versions(self, client: Client, workers: Sequence[WorkerIdentity]) -> bool:
-        """Compare them; return whether they go together."""
+        """Compare the versions; return whether a gang can run with them."""
         assert client.scheduler is not None
         # The scheduler may lack this package, so it is asked in Dask's own way.
         scheduler = client.sync(client.scheduler.versions, packages=list(PACKAGES))["packages"]
@@ -78,7 +78,7 @@ class Doctor:
         for package in ("python", *PACKAGES):
             who = who_has(package, everybody)
             if len(who) > 1 and package not in broken:
-                text = f"{package} differs, and a gang runs all the same: {in_words(who)}"
+                text = f"{package} differs, but a gang can still run: {in_words(who)}"
                 self.console.print(text, style="yellow")
             lacks = [name for name, has in everybody.items() if not has.get(package)]
             if who and lacks:
@@ -106,11 +106,12 @@ class Doctor:
                 worker.occupant or "-",
             )
             if has.max_open_files < FEW_OPEN_FILES:
-                raise_it = f"raise it to {FEW_OPEN_FILES} (ulimit -n) before the worker starts"
-                self.problems.append(f"{at} may open {has.max_open_files} files: {raise_it}")
+                way_out = f"set ulimit -n {FEW_OPEN_FILES} before the worker starts"
+                self.problems.append(f"{at} may open only {has.max_open_files} files: {way_out}")
             if (shared := has.shared_memory_bytes) < LITTLE_SHARED_BYTES:
                 free = f"{shared // MIB:,} MiB of shared memory free, too little for num_workers>0"
-                self.problems.append(f"{at} has {free}: docker run --shm-size, or free /dev/shm")
+                way_out = "use docker run --shm-size, or free /dev/shm"
+                self.problems.append(f"{at} has {free}: {way_out}")
         self.console.print(table)
 
     def _network(self, client: Client, hosts: Mapping[str, str]) -> None:
@@ -118,18 +119,18 @@ class Doctor:
         try:
             places = client.run(on_worker.listen, hosts, workers=workers)
             found = client.run(on_worker.unreachable, places, workers=workers)
-        except OSError as error:  # from a worker: its own address isn't one of its machine
+        except OSError as error:  # from a worker whose machine doesn't have its address
             self.problems.append(f"a worker can't listen at its address: {error}")
             return
         finally:
             client.run(on_worker.close, workers=workers)
         self.problems += [
-            f"worker {source} doesn't reach {target}: {why}"
+            f"worker {source} can't connect to {target}: {why}"
             for source, others in found.items()
             for target, why in others.items()
         ]
         if not any(found.values()):
-            self.console.print(f"all {len(workers)} workers reach each other")
+            self.console.print(f"all {len(workers)} workers can connect to each other")
 
     def _gang(self, client: Client, workers: Sequence[WorkerIdentity]) -> None:
         if busy := [f"{each.address} ({each.occupant})" for each in workers if each.occupant]:
@@ -147,18 +148,18 @@ class Doctor:
                 rendezvous_timeout_s=self.limit_s,
             )
         except PrefectTorchDdpError as error:
-            self.problems.append(f"a gang of a rank on each worker failed: {error}")
+            self.problems.append(f"a gang with one rank on each worker failed: {error}")
             return
         took_s = time.monotonic() - started_s
         devices = sorted({name for _, names in met for name in names}) or ["no CUDA device"]
-        words = f"a gang of {len(met)} ranks met by {met[0][0]} in {took_s:.1f} s"
+        words = f"a gang of {len(met)} ranks connected by {met[0][0]} in {took_s:.1f} s"
         self.console.print(f"{words}, with {', '.join(devices)}")
 
     def storage(self, storage: Storage, client: Client | None, workers: Sequence[str]) -> None:
-        """Look at a storage: its conditional writes, its speed, and who sees it.
+        """Check a storage: its conditional writes, its speed, and whether workers can read it.
 
         Raises:
-            StorageError: it can't be used.
+            StorageError: the storage can't be used.
         """
         key = f"probes/{uuid4().hex}"
         content = bytes(TRIAL_BYTES)
@@ -182,7 +183,7 @@ class Doctor:
 
 
 def _meeting() -> Callable[[], tuple[str, list[str]]]:
-    """Return what each rank does: it travels whole, so that no rank loads this module."""
+    """Return the function of each rank, sent by value so that no rank loads this module."""
 
     def meet() -> tuple[str, list[str]]:
         import torch  # noqa: PLC0415 - only in a rank
@@ -206,21 +207,21 @@ def examine(
     limit_s: float = 60.0,
     cluster_file: Path | None = None,
 ) -> int:
-    """Look at a cluster and a storage; return 1 if something is wrong, else 0.
+    """Check a cluster and a storage; return 1 if there is a problem, else 0.
 
     Args:
         cluster: address of a Dask scheduler; None: a local cluster is started.
-        storage: a path, a URI or a Prefect block; None: no storage is looked at.
-        interface: interface or network that ranks are to use.
+        storage: a path, a URI or a Prefect block; None: no storage is checked.
+        interface: network interface, or network, of the ranks.
         limit_s: limit of each wait, in seconds.
-        cluster_file: a YAML file of ClusterParams. Of a batch system's class the job script is
-            shown, and nothing is submitted.
+        cluster_file: a YAML file of ClusterParams. For the class of a batch system, the job
+            script is shown and no job is submitted.
 
     Raises:
-        InvalidParamsError: the file is none of ClusterParams.
+        InvalidParamsError: the file doesn't hold ClusterParams.
     """
     if cluster and cluster_file:
-        msg = "--cluster names a running cluster, and --cluster-file one to be made: give one"
+        msg = "--cluster names a running cluster, --cluster-file a new one: give only one of them"
         raise InvalidParamsError(msg)
     params = ClusterParams() if cluster_file is None else read_cluster_file(cluster_file)
     cluster = cluster or params.address
@@ -238,7 +239,10 @@ def examine(
                 if not cluster:
                     stack.callback(client.run, on_worker.hush, on_error="ignore")
             except (OSError, ValueError) as error:
-                doctor.problems.append(f"no scheduler answers at {cluster}: {error}")
+                what = (
+                    f"no scheduler answers at {cluster}" if cluster else "no local cluster starts"
+                )
+                doctor.problems.append(f"{what}: {error}")
             else:
                 workers = doctor.cluster(client)
         if storage:

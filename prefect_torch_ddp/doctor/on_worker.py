@@ -1,4 +1,4 @@
-"""What the doctor does on each Dask worker, by `Client.run`: nothing that takes long, or stays."""
+"""The checks that the doctor runs on each Dask worker with `Client.run`; all are short."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class WorkerFacts:
 
 
 def look() -> WorkerFacts:
-    """Return what this process has."""
+    """Return the facts of this process and its machine."""
     try:
         shared_bytes = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
@@ -88,8 +88,8 @@ def close() -> None:
 
 
 def hush() -> None:
-    """Have this worker end without a word.
+    """Keep this worker from logging as it ends.
 
-    Else a heartbeat that is under way when its scheduler closes logs a traceback.
+    Otherwise a heartbeat that is under way when the scheduler closes logs a traceback.
     """
     logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)

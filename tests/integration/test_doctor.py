@@ -41,8 +41,8 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for said in (
         f"torch {metadata.version('torch')}",
-        "all 2 workers reach each other",
-        "a gang of 2 ranks met by gloo",
+        "all 2 workers can connect to each other",
+        "a gang of 2 ranks connected by gloo",
         "honours conditional writes",
         "nothing is wrong",
     ):
@@ -79,7 +79,7 @@ def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
             dask_client.run(limit_files, limit, workers=[worker])
     assert done.returncode == 1
     assert "2 problems" in done.stdout
-    assert "may open 1024 files" in done.stdout
+    assert "may open only 1024 files" in done.stdout
     assert "no prefect on tcp://127.0.0.1" in " ".join(done.stdout.split())
 
 
@@ -148,7 +148,7 @@ cluster_kwargs:
         (SLURM.replace(" queue", " qeue"), 1, ["unexpected keyword argument 'qeue'"]),
         (SLURM.replace("SLURM", "SLRM"), 1, ["'dask_jobqueue.SLRMCluster' can't be imported"]),
         (SLURM.replace("cluster_kwargs", "kwargs"), 2, ["there is no option kwargs; did you"]),
-        ("- a list", 2, ["has no names and values"]),
+        ("- a list", 2, ["has no fields"]),
         ("cluster_class: [", 2, ["can't be read"]),
     ],
     ids=["fine", "interface", "argument", "class", "name", "a list", "no YAML"],

@@ -81,7 +81,7 @@ def test_a_cluster_with_certificates_from_dasks_configuration(
     done = train_flow(TrainParams(workload="tests.workloads.tiny", storage=storage, cluster=at))
     assert (done.training.world_size, done.evaluation.num_samples) == (2, 21)
     examine(address, storage)
-    assert "all 2 workers reach each other" in " ".join(capsys.readouterr().out.split())
+    assert "all 2 workers can connect to each other" in " ".join(capsys.readouterr().out.split())
     other = Security.temporary()
     keys = {"tls_client_cert": other.tls_client_cert, "tls_client_key": other.tls_client_key}
     for to, security in (

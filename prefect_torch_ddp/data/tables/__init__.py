@@ -1,5 +1,5 @@
-"""Parquet tables anywhere: their files, their columns, the order of their rows, batches of them.
+"""Parquet tables in folders and buckets: files, columns, the order of rows, batches.
 
-Only what `table()` imports when it is called loads pyarrow. Nothing here knows of ranks but the
-reader, which is given a rank's shares of the global batches.
+`table()` imports the modules that load pyarrow when it is called. Only the reader knows about
+ranks: it is given a rank's shares of the global batches.
 """

@@ -1,4 +1,4 @@
-"""Which columns of a table are read, as what, and whether they make a dict or (x, y)."""
+"""Which columns of a table are read, with which types, and whether a batch is a dict or (x, y)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from prefect_torch_ddp.data.tables.form import Form
 from prefect_torch_ddp.errors import InvalidParamsError
 
 INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__")
-"""Names under which pandas and Dask write an index that has none."""
+"""The names under which pandas and Dask write an index without a name."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,28 @@ class Chosen:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all columns that are read."""
         return self.columns or (*self.features, *self.targets)
 
     def form(self, columns: Mapping[str, Column]) -> Form:
         """Return the form of the batches.
 
         Raises:
-            InvalidParamsError: a feature is no number, or targets are of different kinds.
+            InvalidParamsError: a feature isn't numeric, or the targets are of different kinds.
         """
         if self.columns:
             return Form.by_column({name: columns[name].dtype for name in self.columns})
         for name in self.features:
             if columns[name].kind == "category":
                 msg = (
-                    f"feature {name} is a category, whose code is no quantity: use columns= to "
-                    "get its codes for an embedding, or leave it out of features"
+                    f"feature {name} is a category, and its codes aren't quantities: use columns= "
+                    "to get the codes for an embedding, or leave it out of features"
                 )
                 raise InvalidParamsError(msg)
         kinds = {columns[name].kind == "float" for name in self.targets}
         if len(kinds) > 1:
-            msg = f"targets {', '.join(self.targets)} are floats and others: they make one tensor"
+            mixed = f"targets {', '.join(self.targets)} mix floats with other types"
+            msg = f"{mixed}, but become one tensor: write them with one type in prepare"
             raise InvalidParamsError(msg)
         return Form.of_features(
             self.features, self.targets, "float32" if True in kinds else "int64"
@@ -63,10 +64,10 @@ def chosen_names(
     features: Sequence[str] | None,
     target: str | Sequence[str] | None,
 ) -> Chosen:
-    """Return the columns that are read, those of the first file if none are named.
+    """Return the columns that are read. If none are named, these are the columns of `first`.
 
     Raises:
-        InvalidParamsError: the arguments don't fit together.
+        InvalidParamsError: the arguments contradict each other.
     """
     targets = (target,) if isinstance(target, str) else tuple(target or ())
     for what, given in (("columns", columns), ("features", features)):
@@ -74,7 +75,7 @@ def chosen_names(
             msg = f"{what} is {given!r}; give a list of names"
             raise InvalidParamsError(msg)
     if columns is not None and (features is not None or targets):
-        msg = "columns= gives a dict, features= and target= give (x, y): give one of the two"
+        msg = "columns= makes a batch a dict, features= and target= make it (x, y): pass only one"
         raise InvalidParamsError(msg)
     if targets and features is None:
         msg = "target= needs features=: the columns that become x"
@@ -94,15 +95,15 @@ def resolved_columns(
     categories: Mapping[str, Sequence[str]] | Sequence[str],
     fill: Mapping[str, Value],
 ) -> dict[str, Column]:
-    """Return what becomes of each column that is read.
+    """Return how each column that is read becomes a tensor, by its name.
 
     Raises:
-        InvalidParamsError: the files don't agree on one, it can't be a tensor, or an argument
-            names no column that is read.
+        InvalidParamsError: the files disagree on a column's type, a column can't become a tensor,
+            or `categories` or `fill` names a column that isn't read.
     """
     for what, given in (("categories", categories), ("fill", fill)):
         if unknown := [name for name in given if name not in names]:
-            msg = f"{what} names {', '.join(unknown)}, which isn't read: there are {list(names)}"
+            msg = f"{what} names {', '.join(unknown)}, but only {list(names)} are read"
             raise InvalidParamsError(msg)
     return {name: _resolved(files, name, categories, fill.get(name)) for name in names}
 
@@ -118,9 +119,9 @@ def _resolved(
     if kind == "category":
         if name not in categories:
             msg = (
-                f"column {name} of {files[0].uri} holds texts: give the values that it may have "
-                f"as categories={{{name!r}: [...]}}, or [{name!r}] to take those in the table; or "
-                "leave it out of columns"
+                f"column {name} of {files[0].uri} holds texts: list the values that it may have "
+                f"in categories={{{name!r}: [...]}}, pass categories=[{name!r}] to use all values "
+                "in the table, or leave it out of columns"
             )
             raise InvalidParamsError(msg)
         given = categories[name] if isinstance(categories, Mapping) else _texts_of(files, name)
@@ -128,10 +129,10 @@ def _resolved(
         if isinstance(fill, str) and not isinstance(categories, Mapping) and fill not in values:
             values = (*values, fill)
         if not values or len(set(values)) < len(values) or not all(map(_is_text, values)):
-            msg = f"categories of {name} have to be texts, each once, and at least one: {values!r}"
+            msg = f"categories of {name} are {values!r}; give at least one text, each only once"
             raise InvalidParamsError(msg)
     elif name in categories:
-        msg = f"column {name} of {files[0].uri} is {kind} and no text: leave it out of categories"
+        msg = f"column {name} of {files[0].uri} is {kind}, not text: leave it out of categories"
         raise InvalidParamsError(msg)
     return Column(name, kind, dtype, values, checked_fill(name, kind, dtype, values, fill))
 
@@ -141,7 +142,7 @@ def _is_text(value: object) -> bool:
 
 
 def _texts_of(files: Sequence[TableFile], name: str) -> list[str]:
-    """Return the texts in a column of all files, sorted; rows that filters leave out count too."""
+    """Return the texts in a column of all files, sorted. Rows that filters drop are included."""
 
     def texts(file: TableFile) -> set[str]:
         groups = [group for group, size in enumerate(file.sizes) if size]

@@ -1,4 +1,4 @@
-"""The columns of a table: which kinds can be tensors, and what files have to agree on."""
+"""The columns of a table: which types can become tensors, and what all files must agree on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,22 +35,22 @@ _REFUSED: Sequence[tuple[Callable[[Any], bool], str]] = (
 
 @dataclass(frozen=True)
 class Column:
-    """A column, and what becomes of its values."""
+    """A column, and how its values become numbers."""
 
     name: str
     kind: Kind
     dtype: str
-    """Of the tensor, as NumPy names it; codes of categories are int64."""
+    """The tensor's dtype, by NumPy's name; codes of categories are int64."""
     values: tuple[str, ...] = ()
-    """Of a category: the code of a value is its position here."""
+    """The values of a category; a value's code is its position here."""
     fill: Value | None = None
-    """What a null becomes; None: a null is an error."""
+    """The value that replaces a null; None: a null is an error."""
 
     def numbers(self, column: Any, where: str) -> Array:
         """Return a chunked column of a file as numbers [rows].
 
         Raises:
-            InvalidParamsError: it has nulls that nobody fills, or values that have no number.
+            InvalidParamsError: it has nulls and there is no `fill`, or values that aren't known.
         """
         if self.kind != "category" and types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
@@ -61,10 +61,13 @@ class Column:
             return self._as_codes(column.cast(pa.string()) if is_null else column, where)
         if types.is_uint64(column.type) and (pc.max(column).as_py() or 0) > np.iinfo(np.int64).max:
             most = pc.max(column).as_py()
-            msg = f"column {self.name} of {where} has {most}, which no int64 can hold"
+            msg = (
+                f"column {self.name} of {where} has {most}, which is too large for int64: cast it "
+                "to float64 in prepare"
+            )
             raise InvalidParamsError(msg)
         if column.null_count:
-            # The file's own type may be null, or too narrow for what fills it.
+            # The file's own type may be null, or too narrow for the fill value.
             type_ = pa.from_numpy_dtype(self.dtype)
             column = column.cast(type_).fill_null(pa.scalar(self.fill, type_))
         numbers: Array = column.to_numpy()
@@ -76,11 +79,11 @@ class Column:
         for chunk in column.chunks:
             encoded = chunk if types.is_dictionary(chunk.type) else chunk.dictionary_encode()
             texts = encoded.dictionary.cast(pa.string())
-            # One entry more, for nulls.
+            # One more entry, for nulls.
             code_of = pc.index_in(texts, known).fill_null(-1).to_numpy(zero_copy_only=False)
             of_null = -1 if self.fill is None else self.values.index(str(self.fill))
             code_of = np.append(code_of.astype(np.int64), of_null)
-            # int64, since a file may have indices too small for one entry more.
+            # int64, since the file's index type may be too narrow for one more entry.
             indices = encoded.indices.cast(pa.int64()).fill_null(len(texts)).to_numpy()
             codes = code_of[indices]
             if len(codes) and codes.min() < 0:
@@ -95,7 +98,7 @@ class Column:
 
 
 def nulls_refused(name: str, num: int, where: str) -> str:
-    """Say what can be done about nulls."""
+    """Return the error text for nulls in a column, with the ways to fill or drop them."""
     return (
         f"column {name} of {where} has {num} nulls (pandas writes nan as null): pass "
         f"fill={{{name!r}: value}} to table(), filter them out, or fill them when the table is "
@@ -104,7 +107,7 @@ def nulls_refused(name: str, num: int, where: str) -> str:
 
 
 def texts_in(column: Any) -> set[str]:
-    """Return the different texts of a chunked column of texts; nulls aren't any."""
+    """Return the distinct texts of a chunked column; nulls are left out."""
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     return set(pc.unique(column).drop_null().to_pylist())
@@ -114,7 +117,7 @@ def kind_in(file: TableFile, name: str) -> tuple[Kind, str] | None:
     """Return the kind of a file's column and its tensor's dtype; None if it holds only nulls.
 
     Raises:
-        InvalidParamsError: the file has no such column, or one that can't be a tensor.
+        InvalidParamsError: the file has no such column, or the column can't become a tensor.
     """
     type_ = file.type_of(name)
     if types.is_dictionary(type_):
@@ -134,12 +137,12 @@ def kind_in(file: TableFile, name: str) -> tuple[Kind, str] | None:
 
 
 def common_kind(files: Sequence[TableFile], name: str) -> tuple[Kind, str]:
-    """Return the kind of a column in all files, and a dtype that holds the values of each.
+    """Return the kind of a column in all files, and a dtype that can hold every file's values.
 
-    Whole numbers may differ in width among the files, and so may floats.
+    The width of integers, or of floats, may differ between files.
 
     Raises:
-        InvalidParamsError: the files don't agree, or a column can't be a tensor.
+        InvalidParamsError: the files disagree on the type, or the column can't become a tensor.
     """
     found: tuple[Kind, str] | None = None
     first = files[0]
@@ -158,7 +161,7 @@ def common_kind(files: Sequence[TableFile], name: str) -> tuple[Kind, str]:
         elif here[1] != found[1]:
             found = found[0], str(np.result_type(found[1], here[1]))
     if found is None:
-        msg = f"column {name} of {first.uri} holds nothing but nulls: leave it out"
+        msg = f"column {name} of {first.uri} holds only nulls: leave it out"
         raise InvalidParamsError(msg)
     return found
 
@@ -166,7 +169,7 @@ def common_kind(files: Sequence[TableFile], name: str) -> tuple[Kind, str]:
 def checked_fill(
     name: str, kind: Kind, dtype: str, values: Sequence[str], fill: Value | None
 ) -> Value | None:
-    """Return what fills a column's nulls; refuse what the column can't hold."""
+    """Return the value that replaces a column's nulls; refuse one that the column can't hold."""
     fits = {
         "bool": isinstance(fill, bool),
         "int": isinstance(fill, int) and not isinstance(fill, bool),
@@ -179,13 +182,13 @@ def checked_fill(
         msg = f"fill has {fill!r} for column {name}, which is {kind}: give {give}"
         raise InvalidParamsError(msg)
     if fill is not None and not _is_held(fill, dtype):
-        msg = f"fill has {fill!r} for column {name}, which no {dtype} can hold: give another value"
+        msg = f"fill has {fill!r} for column {name}, which {dtype} can't hold: give another value"
         raise InvalidParamsError(msg)
     return fill
 
 
 def _is_held(fill: Value, dtype: str) -> bool:
-    """Tell whether a tensor of the dtype can hold a number; texts and booleans are held."""
+    """Return whether a tensor of this dtype can hold a number; True for texts and booleans."""
     if isinstance(fill, bool | str):
         return True
     if dtype.startswith("float"):

@@ -10,11 +10,11 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 
 class Table(ReadByPosition):
-    """Rows of Parquet files for `ctx.loader`, which are read by window and in an exact order.
+    """Rows of Parquet files for `ctx.loader`, read window by window in an exact order.
 
     Args:
-        rows: of the files.
-        shuffle_buffer: most rows that are shuffled among one another.
+        rows: the rows of the files.
+        shuffle_buffer: largest number of rows that are shuffled together.
     """
 
     def __init__(self, rows: TablePieces, shuffle_buffer: int) -> None:
@@ -23,7 +23,7 @@ class Table(ReadByPosition):
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:
-        """The values of each category; a value's position is its code."""
+        """The values of each category by column name; a value's code is its position."""
         return {name: each.values for name, each in self.rows.columns.items() if each.values}
 
     def __len__(self) -> int:
@@ -31,11 +31,11 @@ class Table(ReadByPosition):
 
     def __getitem__(self, _: object) -> Any:
         msg = (
-            "single rows of a table can't be read, and it can't be in a Subset: choose rows by "
+            "a table can't be read row by row, nor be used in a Subset: choose rows with "
             "filters= of table(), such as filters=[('split', '==', 'train')]"
         )
         raise InvalidParamsError(msg)
 
     def reader(self, batches: GlobalBatches, shares: RankShares, *, shuffle: bool) -> TableReader:
-        """Return what reads a rank's shares of the global batches."""
+        """Return the reader of a rank's shares of the global batches."""
         return TableReader(self.rows, batches, shares, self.shuffle_buffer, shuffle=shuffle)

@@ -1,7 +1,7 @@
-"""The Parquet files of a table: where they are, their footers, and reading some of their columns.
+"""The Parquet files of a table: finding them, reading their footers and some of their columns.
 
-pyarrow decodes; the bytes come through `Readable.read_many`, so any storage and cache serves them,
-and a file that was replaced since it was listed is an error.
+pyarrow decodes. The bytes come through `Readable.read_many`, so any storage and cache can serve
+them, and a file that was replaced since it was listed is an error.
 """
 
 from bisect import bisect_right
@@ -23,18 +23,18 @@ from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readabl
 
 SUFFIXES = (".parquet", ".parq", ".pq")
 FOOTER_BYTES = 64 * 2**10
-"""Read at first of each file; a larger footer takes a second request."""
+"""Bytes that are first read from each file's end; a larger footer takes a second request."""
 NUM_FOOTERS = 256
-"""Read at a time."""
+"""Footers that are read at a time."""
 GAP_BYTES = 64 * 2**10
-"""What lies between two columns that are wanted is read along with them up to this size."""
+"""A gap of up to this size between two wanted columns is read along with them."""
 SMALL_BYTES = 2**20
-"""Row groups that are smaller together are read whole, without a look at each column."""
+"""Row groups of up to this size together are read whole, not column by column."""
 ROWS_AT_ONCE = 32_768
 MAX_NAMES = 20
-"""Of columns, in an error."""
+"""Largest number of columns that an error names."""
 MIN_BYTES = 12
-"""The words at both ends of a file, and the length of its footer."""
+"""A Parquet file's least size: the magic bytes at both ends, and the length of its footer."""
 _END, _LENGTH_BYTES = b"PAR1", 8
 
 Found = tuple[Readable, ListedObject]
@@ -43,19 +43,19 @@ Found = tuple[Readable, ListedObject]
 def find_files(
     where: Location | Sequence[str | Path], storage: Readable | None, **ways: Any
 ) -> list[Found]:
-    """Return the files of a table, in their order: of a folder by name, of a list as given.
+    """Return the files of a table: a folder's sorted by name, a list's in its order.
 
-    Names that begin with a dot or an underscore don't count, such as _SUCCESS and _metadata, nor
-    those in such a folder.
+    Files and folders whose name begins with a dot or an underscore are left out, such as _SUCCESS
+    and _metadata.
 
     Raises:
-        InvalidParamsError: there is none.
-        StorageError: they can't be listed.
+        InvalidParamsError: there is no file.
+        StorageError: the files can't be listed.
     """
     if isinstance(where, str | Path | Readable):
         return _find(where, storage, ways)
     if not where:
-        msg = "table() was given an empty list of files"
+        msg = "table() was given an empty list of files: give at least one"
         raise InvalidParamsError(msg)
     many = in_parallel(lambda each: _find(each, storage, ways), where)
     return [found for each in many for found in each]
@@ -77,7 +77,7 @@ def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) ->
     listed = [item for item in found if _is_in(item.key, prefix)]
     if not listed:
         what = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
-        msg = f"there is no Parquet file in {what}: names have to end with {', '.join(SUFFIXES)}"
+        msg = f"there is no Parquet file in {what}: a name must end with {', '.join(SUFFIXES)}"
         raise InvalidParamsError(msg)
     return [(source, item) for item in listed]
 
@@ -107,7 +107,7 @@ class TableFile:
 
     @cached_property
     def schema(self) -> Any:
-        """The columns and their types, without those of Arrow and pandas: no dictionaries."""
+        """The columns with their Parquet types; types of Arrow and pandas are ignored."""
         return self.metadata.schema.to_arrow_schema()
 
     @cached_property
@@ -120,7 +120,7 @@ class TableFile:
         """Return the Arrow type of a column.
 
         Raises:
-            InvalidParamsError: there is none of this name, or several.
+            InvalidParamsError: no column has this name, or several have it.
         """
         schema = self.schema
         found = schema.get_all_field_indices(name)
@@ -137,15 +137,15 @@ class TableFile:
     ) -> Iterator[Any]:
         """Yield the rows of some row groups, some thousands at a time, as a pyarrow.Table.
 
-        Starts no thread. What is in memory is the columns' compressed bytes and one such table.
+        Starts no thread. In memory are the columns' compressed bytes and one such table.
 
         Args:
             groups: numbers of the row groups.
             columns: names of plain columns.
-            texts: those of them that come as Arrow's dictionaries.
+            texts: those of `columns` that are read as Arrow dictionaries.
 
         Raises:
-            StorageError: they can't be read or decoded.
+            StorageError: the rows can't be read or decoded.
         """
         ranges = list(self._ranges(groups, set(columns)))
         file = _RangesOfFile(self._fetch, self.listed.num_bytes, ranges)
@@ -165,7 +165,7 @@ class TableFile:
             raise StorageError(msg) from error
 
     def as_python_file(self) -> Any:
-        """Return it as a file that pyarrow can read all of, by a request for each read."""
+        """Return a file from which pyarrow can read anything; each read is a request."""
         return pa.PythonFile(_RangesOfFile(self._fetch, self.listed.num_bytes, []), mode="r")
 
     def _fetch(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -175,7 +175,7 @@ class TableFile:
         return _whole(self.source.read_many(parts))
 
     def _ranges(self, groups: Sequence[int], columns: set[str]) -> Iterator[tuple[int, int]]:
-        """Yield where the columns of row groups lie, those near each other as one range."""
+        """Yield the byte ranges of the columns of row groups; neighbours are joined."""
         schema, row_group = self.metadata.schema, self.metadata.row_group
         wanted = [i for i in range(len(schema)) if schema.column(i).path in columns]
         starts = [_range_of(row_group(groups[0]).column(i))[0] for i in range(len(schema))]
@@ -213,11 +213,11 @@ def with_footers(found: Sequence[Found]) -> list[TableFile]:
     """Read the footers of files.
 
     Raises:
-        StorageError: one can't be read, or isn't a Parquet file.
+        StorageError: a file can't be read, or isn't a Parquet file.
     """
     for each in found:
         if each[1].num_bytes < MIN_BYTES:
-            raise _no_parquet(each, "it is too small")
+            raise _no_parquet(each, "the file is too small")
     files = []
     for i in range(0, len(found), NUM_FOOTERS):
         some = found[i : i + NUM_FOOTERS]
@@ -232,7 +232,7 @@ def with_footers(found: Sequence[Found]) -> list[TableFile]:
 
 
 def _tails(found: Sequence[Found], sizes: Sequence[int]) -> list[bytes]:
-    """Read the last bytes of files: those of one source at once."""
+    """Read the last bytes of files, with one call for each source."""
     tails: list[bytes] = [b""] * len(found)
     by_source: dict[int, list[int]] = {}
     for n, (source, _) in enumerate(found):
@@ -272,7 +272,7 @@ def _no_parquet(found: Found, why: str) -> StorageError:
 
 
 class _RangesOfFile:
-    """A file as pyarrow reads it, of which the ranges that are needed were read at once."""
+    """A file for pyarrow whose needed ranges were all read in one call."""
 
     closed = False
 
@@ -302,16 +302,16 @@ class _RangesOfFile:
         return self._fetch([(start, start + size)])[0]
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a place."""
+        """Move to a position; return it."""
         self._at = offset + (0, self._at, self._num_bytes)[whence]
         return self._at
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._at
 
     def size(self) -> int:
-        """Return the file's bytes."""
+        """Return the file's size in bytes."""
         return self._num_bytes
 
     def readable(self) -> bool:

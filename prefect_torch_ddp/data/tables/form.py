@@ -1,4 +1,4 @@
-"""The form of a table's batches: columns side by side in memory, and the tensors made of them."""
+"""The form of a table's batches: how columns lie in memory, and the tensors made from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ Batch: TypeAlias = dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor] |
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of one dtype, which lie row by row in one array, so that a row is read at once."""
+    """Columns of one dtype in one array [rows, columns], so that a row's values lie together."""
 
     dtype: str
-    """As NumPy names it."""
+    """The dtype, by NumPy's name."""
     columns: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Form:
-    """Which blocks a table is read into, and what a batch is made of them.
+    """The blocks that a table is read into, and the batches made from them.
 
-    Without `features` there is a block for each dtype, and a batch is a dict of tensors [rows] by
-    column, in the order of `names`. With `features` the first block is x, [rows, features], and
-    the second one y, [rows] of one target or [rows, targets].
+    Without features there is a block for each dtype, and a batch is a dict of tensors [rows] by
+    column, in the order of `names`. With features the first block is x [rows, features]. The
+    second block is y: [rows] for one target, [rows, targets] for several.
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class Form:
 
     @classmethod
     def by_column(cls, dtypes: dict[str, str]) -> "Form":
-        """Return the form of a dict of tensors, of columns with these dtypes."""
+        """Return the form for batches that are dicts; `dtypes` has the dtype of each column."""
         columns: dict[str, list[str]] = {}
         for name, dtype in dtypes.items():
             columns.setdefault(dtype, []).append(name)
@@ -44,7 +44,7 @@ class Form:
 
     @classmethod
     def of_features(cls, features: Sequence[str], targets: Sequence[str], dtype: str) -> "Form":
-        """Return the form of (x, y), or of x if there is no target."""
+        """Return the form for batches (x, y), or x if there is no target."""
         blocks = [Block("float32", tuple(features))]
         if targets:
             blocks.append(Block(dtype, tuple(targets)))
@@ -56,14 +56,15 @@ class Form:
         return sum(np.dtype(block.dtype).itemsize * len(block.columns) for block in self.blocks)
 
     def new_arrays(self, num_rows: int) -> list[Array]:
-        """Return room for so many rows: an array [rows, columns] for each block.
+        """Return empty arrays for so many rows: [rows, columns] for each block.
 
-        What isn't written takes no memory: the kernel gives a page when it is first written to.
+        Rows that are never written take no memory, since the kernel allocates a page at the
+        first write to it.
         """
         return [np.empty((num_rows, len(each.columns)), each.dtype) for each in self.blocks]
 
     def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Batch:
-        """Return a batch of the rows' tensors, one for each block; several parts are joined."""
+        """Return a batch of joined parts; a part has a tensor [rows, columns] for each block."""
         joins = len(parts) > 1
         whole = [torch.cat(each) if joins else each[0] for each in zip(*parts, strict=True)]
         if self.has_features:
@@ -73,7 +74,7 @@ class Form:
             return x, y.reshape(-1) if y.shape[1] == 1 else y
         columns: dict[str, torch.Tensor] = {}
         for block, tensor in zip(self.blocks, whole, strict=True):
-            # Each column by itself is contiguous.
+            # Each column is contiguous.
             columns.update(zip(block.columns, tensor.t().contiguous().unbind(), strict=True))
         return {name: columns[name] for name in self.names}
 

@@ -1,4 +1,4 @@
-"""The pieces of a table: row groups that are decoded at once, counted with their filters."""
+"""The pieces of a table: row groups that are decoded together, and the rows left by filters."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,36 +18,36 @@ from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 PIECE_ROWS = 8192
-"""Row groups that follow each other are one piece up to so many rows: tiny ones cost too much."""
+"""Consecutive row groups form one piece of up to this many rows, since tiny ones cost too much."""
 MAX_LOOKS = 20_000
-"""So many entries of footers are looked at for nulls before anything is read."""
+"""Largest number of footer entries that are checked for nulls before anything is read."""
 
 Filters = Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Row groups of a file that follow each other: what is decoded at once."""
+    """Consecutive row groups of a file, which are decoded together."""
 
     file: int
     groups: range
     num_rows: int
-    """Of those that the filters leave."""
+    """Number of rows that pass the filters."""
     first_id: int
-    """The number of its first row in the table."""
+    """Number of the piece's first row in the table."""
 
 
 class TablePieces:
     """The rows of a table's files, in pieces that are decoded one by one.
 
     Args:
-        files: in their order, with footers.
-        columns: what is read of them.
-        form: of the batches.
-        filters: pyarrow's, as it takes them for `read_table`.
+        files: the files with their footers, in order.
+        columns: the columns that are read, by name.
+        form: the form of the batches.
+        filters: filters in the form that pyarrow's `read_table` takes.
 
     Raises:
-        InvalidParamsError: there is no row, or a null that nobody fills.
+        InvalidParamsError: there is no row, or a null without a fill value.
         StorageError: a file can't be read.
     """
 
@@ -67,12 +67,12 @@ class TablePieces:
             self._refuse_known_nulls()
         self.pieces = self._count()
         if not self.pieces:
-            what = "its filters leave no row" if filters else "it has no row"
+            what = "no row passes the filters" if filters else "there is no row"
             msg = f"the table of {len(files)} files from {files[0].uri} on can't be used: {what}"
             raise InvalidParamsError(msg)
 
     def _check_filters(self, file: TableFile) -> None:
-        """Refuse filters whose columns the file doesn't have, or whose values don't fit them."""
+        """Refuse filters on columns that the file lacks, or with values of another type."""
         if self._filters is None:
             return
         types = {name: file.type_of(name) for name in self._filtered_by}
@@ -80,7 +80,7 @@ class TablePieces:
             pa.schema(types).empty_table().filter(expression(self._filters))
         except (pa.ArrowException, TypeError) as error:
             has = ", ".join(f"{name} is {type_}" for name, type_ in types.items())
-            msg = f"filters {self._filters!r} don't fit {file.uri}, where {has}: {error}"
+            msg = f"filters {self._filters!r} don't fit {file.uri}, in which {has}: {error}"
             raise InvalidParamsError(msg) from error
 
     @property
@@ -93,7 +93,7 @@ class TablePieces:
 
     @property
     def layout(self) -> str:
-        """A digest of the sizes of all pieces, which the order of the rows follows from."""
+        """A digest of the sizes of all pieces, which determine the order of the rows."""
         sizes = ",".join(str(piece.num_rows) for piece in self.pieces)
         return hashlib.sha256(sizes.encode()).hexdigest()[:12]
 
@@ -101,11 +101,11 @@ class TablePieces:
         return self.pieces[-1].first_id + self.pieces[-1].num_rows
 
     def decode(self, number: int, arrays: Sequence[Array], start: int) -> None:
-        """Decode a piece into the arrays of the form's blocks, from a row on.
+        """Decode a piece into the arrays of the form's blocks, beginning at row `start`.
 
         Raises:
-            InvalidParamsError: it has nulls that nobody fills, or an unknown value.
-            StorageError: it can't be read.
+            InvalidParamsError: the piece has nulls without a fill value, or an unknown value.
+            StorageError: the piece can't be read.
         """
         piece = self.pieces[number]
         uri = self.files[piece.file].uri
@@ -116,7 +116,7 @@ class TablePieces:
                 self._fill(rows, [array[at : at + rows.num_rows] for array in arrays], where)
             at += rows.num_rows
         if at != end:
-            msg = f"{where} gave {at - start} rows where {piece.num_rows} were counted: replace it"
+            msg = f"{where} have {at - start} rows, but {piece.num_rows} were counted: replace it"
             raise StorageError(msg)
 
     def _fill(self, rows: Any, arrays: Sequence[Array], where: str) -> None:
@@ -125,7 +125,7 @@ class TablePieces:
                 array[:, i] = self.columns[name].numbers(rows[name], where)
 
     def _read(self, number: int, groups: Sequence[int], names: Sequence[str]) -> Iterator[Any]:
-        """Yield the rows of row groups that the filters leave, as pyarrow.Tables."""
+        """Yield the rows of row groups that pass the filters, as pyarrow.Tables."""
         wanted = list(dict.fromkeys([*names, *self._filtered_by]))
         texts = [
             name
@@ -136,7 +136,7 @@ class TablePieces:
             yield rows if self._filters is None else rows.filter(expression(self._filters))
 
     def _count(self) -> list[Piece]:
-        """Return the pieces that have rows; with filters, their columns are read to count them."""
+        """Return the pieces that have rows. To count with filters, their columns are read."""
         whole = list(self._cut())
         if self._filters is None:
             counts = [sum(self.files[n].sizes[g] for g in groups) for n, groups in whole]
@@ -168,14 +168,14 @@ class TablePieces:
                 yield n, range(start, len(file.sizes))
 
     def _kept_groups(self, number: int) -> set[int]:
-        """Return the row groups that can have rows which pass, by the statistics in the footer."""
+        """Return the row groups that may have passing rows, by the statistics in the footer."""
         file = self.files[number]
         whole = pads.ParquetFileFormat().make_fragment(file.as_python_file())
         fragments = whole.split_by_row_group(expression(self._filters or ()))
         return {group.id for fragment in fragments for group in fragment.row_groups}
 
     def _refuse_known_nulls(self) -> None:
-        """Refuse nulls that a footer reports; others show when they are read."""
+        """Refuse nulls that a footer reports; others are found when they are read."""
         unfilled = {name for name, column in self.columns.items() if column.fill is None}
         looks = (
             (file, schema_column.path, file.metadata.row_group(group).column(i))
@@ -196,13 +196,13 @@ def _leaves(file: TableFile) -> Iterator[Any]:
 
 
 def expression(filters: Filters) -> Any:
-    """Return pyarrow's expression of filters.
+    """Return filters as an expression of pyarrow.
 
     Raises:
-        InvalidParamsError: they aren't any.
+        InvalidParamsError: the filters aren't valid.
     """
     try:
-        # An expression doesn't say which columns have to be read for it.
+        # Users give filters as lists: an expression doesn't say which columns it needs.
         return pq.filters_to_expression(list(filters))
     except (ValueError, TypeError, pa.ArrowException) as error:
         msg = f"filters {filters!r} can't be used: {error}; write [(column, '==', value), ...]"
@@ -210,7 +210,7 @@ def expression(filters: Filters) -> Any:
 
 
 def columns_of(filters: Filters | None) -> list[str]:
-    """Return the columns that filters are about."""
+    """Return the names of the columns that filters use."""
     if filters is None:
         return []
     expression(filters)

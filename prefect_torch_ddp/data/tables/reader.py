@@ -1,4 +1,4 @@
-"""How a rank reads its batches of a table: a window decoded in threads, and the next one ahead."""
+"""How a rank reads its batches of a table: threads decode the current and the next window."""
 
 import os
 import threading
@@ -19,14 +19,14 @@ from prefect_torch_ddp.data.tagged import Tagged
 from prefect_torch_ddp.data.traits import Trait
 
 NUM_THREADS = 2
-"""Pieces of a window that are decoded at a time."""
+"""Number of pieces of a window that are decoded at a time."""
 UNSHUFFLED_ROWS = 65_536
-"""Of a window whose rows aren't shuffled: read ahead, and no more."""
+"""Most rows of a window without shuffling, which then only serves to read ahead."""
 _BATCH = 2
 
 
 class DecodedPieces:
-    """Room for the rows of a window's pieces, which threads decode in the background."""
+    """Arrays for the rows of a window's pieces, which threads fill in the background."""
 
     def __init__(self, table: TablePieces, pieces: Sequence[int]) -> None:
         sizes = [table.pieces[piece].num_rows for piece in pieces]
@@ -38,7 +38,7 @@ class DecodedPieces:
         self._lock = threading.Lock()
 
     def begin(self, pieces: Iterable[int]) -> None:
-        """Have pieces decoded that aren't yet, in this order."""
+        """Start to decode those of the pieces that aren't decoded yet, in this order."""
         with self._lock:
             new = [piece for piece in pieces if piece not in self._decoded]
             self._decoded.update((piece, Future()) for piece in new)
@@ -47,12 +47,12 @@ class DecodedPieces:
             start_thread(self._work)
 
     def drop(self) -> None:
-        """Decode nothing more; who waits for it gets an error."""
+        """Decode no further pieces."""
         with self._lock:
             self._waiting.clear()
 
     def take(self, pieces: Iterable[int], rows: Array) -> list[torch.Tensor]:
-        """Return rows of these pieces, a tensor for each of the form's blocks; waits for them."""
+        """Wait for these pieces; return the rows as a tensor [rows, columns] for each block."""
         wanted = list(pieces)
         self.begin(wanted)
         for piece in wanted:
@@ -76,16 +76,16 @@ class DecodedPieces:
 class TableReader(Dataset[Any]):
     """Fetches batches of a table by their positions in an epoch.
 
-    It holds the window that is read from, and decodes the next one meanwhile, in a training also
-    the next epoch's: at most two at a time, and of each only the pieces that the rank's shares
-    have rows of.
+    The reader holds the current window and meanwhile decodes the next one, so at most two are in
+    memory. In a training, the next epoch's first window follows an epoch's last one. Only pieces
+    with rows of this rank's shares are decoded.
 
     Args:
-        table: whose rows they are.
+        table: the rows.
         batches: the global batches, in positions.
-        shares: which of each are the rank's.
-        buffer: most rows of a window.
-        shuffle: pieces and the rows of a window; else all rows come as they lie.
+        shares: the shares of each global batch that this rank holds.
+        buffer: largest number of rows of a window.
+        shuffle: shuffle the pieces, and the rows of each window; otherwise keep the files' order.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TableReader(Dataset[Any]):
         )
         mixed = f", shuffled in windows of {buffer} rows" if shuffle else ""
         self.order = f"{len(table.pieces)} pieces of the layout {table.layout}{mixed}"
-        """Describes the order, to be compared with that of other ranks and of a checkpoint."""
+        """Describes the order, for comparison with other ranks and with a checkpoint."""
         self._first_ids = [piece.first_id for piece in table.pieces]
         self._process = os.getpid()
         self._pieces: dict[tuple[int, ...], DecodedPieces] = {}
@@ -124,7 +124,7 @@ class TableReader(Dataset[Any]):
         return self._table.traits
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
-        """Return the batch of these positions; an id is a row's number in the table."""
+        """Return the batch at these positions; a row's id is its number in the table."""
         epoch, positions, is_training, _ = keys
         if os.getpid() != self._process:  # the threads of the parent aren't here
             self._process, self._pieces, self._windows = os.getpid(), {}, {}
@@ -142,7 +142,7 @@ class TableReader(Dataset[Any]):
         return Tagged(tuple(ids), batch, is_training=is_training)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
+        """Leave out the threads' results, which belong to this process."""
         return self.__dict__ | {"_pieces": {}, "_windows": {}}
 
     def _read(self, epoch: int, number: int, where: slice) -> tuple[list[int], list[torch.Tensor]]:
@@ -157,12 +157,12 @@ class TableReader(Dataset[Any]):
         return found, self._pieces[window.pieces].take(pieces, rows)
 
     def _begin(self, epoch: int, number: int) -> None:
-        """Begin with a window that isn't begun: its order, and the pieces that this rank needs."""
+        """Start to load a window, if not yet started: its order, and the pieces needed here."""
         if (epoch, number) in self._windows:
             return
         pieces = self._order.pieces(epoch, number)
         assert pieces is not None
-        # A small table is one window, the same in each epoch: then it stays decoded.
+        # A small table is one window, the same in each epoch: it stays decoded.
         if pieces not in self._pieces:
             self._pieces[pieces] = DecodedPieces(self._table, pieces)
         window: Future[Window] = Future()
@@ -181,7 +181,7 @@ class TableReader(Dataset[Any]):
             planned.set_result(window)
 
     def _begin_around(self, epoch: int, number: int, *, is_endless: bool) -> None:
-        """Begin with a window and with the one that follows; let go of all others."""
+        """Start to load a window and the following one; drop all others."""
         following = (epoch, number + 1)
         if self._order.pieces(*following) is None:
             following = (epoch + 1, 0)
@@ -202,7 +202,7 @@ class TableReader(Dataset[Any]):
 def start_thread(work: Callable[..., None], *args: Any) -> None:
     """Start a thread that does some work and ends.
 
-    It is no pool's, which may not be used after a fork, and no daemon: a process that ended while
-    pyarrow decodes would abort.
+    A pool couldn't be used after a fork. A daemon thread would make a process abort if it ended
+    while pyarrow decodes.
     """
     threading.Thread(target=work, args=args, name="ptd-table").start()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.tables.dataset import Table
 
 SHUFFLE_BUFFER = 131_072
-"""Rows that are shuffled among one another, and of which two such windows are in memory."""
+"""Rows that are shuffled together; up to two such windows are in memory."""
 
 
 def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a bucket, all by name
@@ -37,42 +37,44 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         rows = table(ctx.data, features=["age", "income"], target="bought")
         for x, y in ctx.steps(ctx.loader(rows, global_batch_size=1024), epochs=5): ...
 
-    A batch is a dict of tensors [rows] by column. With `features` it is (x, y): x float32 [rows,
-    features], and y [rows] of one target, [rows, targets] of several; without a target x. Only
-    these columns are read. y is int64 where the target is whole numbers, booleans or a category,
-    else float32. A `collate_fn` of the loader is given such a batch, and what it returns is the
-    batch.
+    By default a batch is a dict of tensors [rows] by column. With `features` and `target` a batch
+    is (x, y): x is float32 [rows, features]; y is [rows] for one target and [rows, targets] for
+    several. y is int64 for integers, booleans and categories, and float32 for floats. With
+    `features` but no `target`, a batch is x. Only the named columns are read. If you pass a
+    `collate_fn` to the loader, it is called with such a batch and returns the batch to use.
 
-    The order is exact: every row once an epoch, in the same global batches on any number of ranks
-    and of loader workers, and a resume in the middle reads nothing of what came before. The row
-    groups of all files are shuffled, and the rows within windows of several row groups. Threads
-    decode the next window meanwhile, so leave `num_workers` at 0: each worker decodes for itself.
+    The order is exact: each row comes once per epoch, in the same global batches for any number of
+    ranks and loader workers. A resume in the middle of an epoch doesn't read earlier rows again.
+    The row groups of all files are shuffled, and then the rows within windows of several row
+    groups. Threads decode the next window in the background, so leave `num_workers` at 0: each
+    worker process would decode for itself.
 
     Args:
         where: a folder with files at any depth (.parquet, .parq, .pq; sorted by name), a file,
             `s3://bucket/prefix`, a storage such as `ctx.source`, or a list of files in their
-            order. With `storage`, paths in that.
-        columns: names of what is read; None: all, but for pandas' and Dask's index.
-        features: names of numbers that become x.
-        target: name or names of what becomes y; needs `features`.
-        categories: columns of texts, which become codes: the values that each may have, in the
-            order of their codes; a value that isn't there is an error. Or only the columns' names:
-            then they are read once for their values, which are sorted, before any filter.
-        fill: what a null becomes, by column. Any other null is an error.
-        filters: which rows are read, as pyarrow takes them: `[("year", ">=", 2020)]`, or a list of
-            such lists, one of which has to hold. A null never passes. Every rank reads the columns
-            that they name once, to count.
-        shuffle_buffer: most rows of a window. A row group that is larger is a window of its own,
-            and a rank holds up to two windows.
-        storage: what to read from, with its credentials.
-        anonymous: whether requests aren't signed, as for public data.
-        endpoint_url: of a store other than AWS.
-        region: of the bucket.
+            order. With `storage`, paths in that storage.
+        columns: names of the columns to read; None: all except the index of pandas or Dask.
+        features: names of the numeric columns that become x.
+        target: name or names of the columns that become y; needs `features`.
+        categories: columns of texts, whose values become codes. Either a dict of the values of
+            each column, in the order of their codes; any other value is an error. Or a list of
+            columns: their values are first read from all rows, also those that `filters` drop,
+            and sorted.
+        fill: the value that replaces nulls, by column. A null in another column is an error.
+        filters: which rows to read, as in pyarrow: `[("year", ">=", 2020)]`, all of which must
+            hold, or a list of such lists, one of which must hold. A null never passes. Every rank
+            reads the columns of the filters once, to count the rows.
+        shuffle_buffer: largest number of rows in a window. A larger row group is a window by
+            itself. A rank holds up to two windows in memory.
+        storage: the storage to read from, with its credentials.
+        anonymous: send unsigned requests, for public data.
+        endpoint_url: URL of an S3 store other than AWS.
+        region: region of the bucket.
 
     Raises:
-        InvalidParamsError: pyarrow is missing; arguments don't fit together; there is no file or
-            no row; files don't agree on a column, or one can't be a tensor (nested, decimal,
-            temporal, binary): names file and column.
+        InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
+            or no row; files disagree on a column's type; or a column can't become a tensor
+            (nested, decimal, temporal, binary). Names the file and the column.
         StorageError: a file can't be read, or isn't Parquet.
     """
     _require_pyarrow()
@@ -96,7 +98,7 @@ def _require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: PLC0415, F401 - an extra
     except ImportError as error:
         msg = (
-            "table() needs pyarrow, which can't be loaded: `pip install pyarrow`, or install "
+            "table() needs pyarrow, which can't be imported: `pip install pyarrow`, or install "
             "prefect-torch-ddp with its extra `tables`"
         )
         raise InvalidParamsError(msg) from error

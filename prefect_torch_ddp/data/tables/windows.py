@@ -1,4 +1,4 @@
-"""The order of a table's rows: pieces of files shuffled, then rows within windows of several."""
+"""The order of a table's rows: pieces are shuffled, then the rows within windows of pieces."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -17,36 +17,36 @@ Numbers: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Window:
-    """A run of an epoch's positions, whose rows come from a few pieces."""
+    """Consecutive positions of an epoch whose rows come from a few pieces."""
 
     first: int
     """Position in the epoch of its first row."""
     pieces: tuple[int, ...]
-    """Numbers of the pieces, sorted: their rows lie in this order."""
+    """Numbers of the pieces, sorted; their rows are stored in this order."""
     starts: Numbers
-    """Where the rows of each piece begin, and where the last ones end: int64 [pieces + 1]."""
+    """The index of each piece's first row, and the end of the last one: int64 [pieces + 1]."""
     rows: Numbers
     """The row at each position, counted in the order of the pieces: int64 [rows]."""
 
     def pieces_of(self, rows: Numbers) -> Numbers:
-        """Return in which piece of `pieces` each row is, as its index there."""
+        """Return the index in `pieces` of the piece that each row is in: int64 [rows]."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
 
 class RowOrder:
-    """The order of all rows in each epoch; the number of ranks has no part in it.
+    """The order of all rows in each epoch, which doesn't depend on the number of ranks.
 
-    With `shuffle` the pieces come in an order of their own each epoch. That is cut into windows:
-    as many pieces as have at most `buffer` rows together, at least one. The rows of a window are
-    shuffled. Within a global batch, whose gradient doesn't depend on it, rows are then sorted by
-    piece: so the contiguous share of a rank lies in few pieces, and the rank decodes no others.
+    With `shuffle`, each epoch shuffles the pieces and cuts them into windows. A window has as many
+    pieces as have at most `buffer` rows together, and at least one. The rows of a window are then
+    shuffled. Finally the rows of each global batch are sorted by piece, which doesn't change its
+    gradient: a rank's contiguous share then lies in few pieces, and the rank decodes only those.
 
     Args:
-        sizes: rows of each piece, none of them 0.
-        seed: decides the order of every epoch.
-        shuffle: else the rows come as they lie.
-        buffer: most rows of a window.
-        global_batch_size: rows of a global batch.
+        sizes: number of rows of each piece, at least 1.
+        seed: determines the order of every epoch.
+        shuffle: shuffle; otherwise the rows keep the files' order.
+        buffer: largest number of rows of a window.
+        global_batch_size: number of rows of a global batch.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RowOrder:
         self._epochs: dict[int, tuple[list[tuple[int, ...]], list[int]]] = {}
 
     def segments(self, epoch: int, positions: Sequence[int]) -> Iterator[tuple[int, slice]]:
-        """Yield the windows that contiguous positions lie in, and which positions of each."""
+        """Yield the number of each window that has some of these positions, and its slice."""
         _, starts = self._windows(epoch)
         position, end = positions[0], positions[-1] + 1
         while position < end:
@@ -93,7 +93,7 @@ class RowOrder:
         return Window(first, pieces, starts, rows)
 
     def pieces_for(self, window: Window, shares: RankShares) -> list[int]:
-        """Return the pieces of a window that a rank's shares of the batches have rows of."""
+        """Return the pieces of a window that have rows of a rank's shares."""
         positions = np.arange(len(window.rows)) + window.first
         offsets = positions % self._batch_size
         full, tail = self._batch_size, self.num_rows % self._batch_size
@@ -105,8 +105,8 @@ class RowOrder:
         return [window.pieces[i] for i in found.tolist()]
 
     def _windows(self, epoch: int) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Return the pieces of each of an epoch's windows, and the position where each begins."""
-        # Read by threads as well, which at worst make it twice.
+        """Return the pieces of each window of an epoch, and the first position of each window."""
+        # Threads call it too; at worst two of them compute the same.
         known = self._epochs.get(epoch)
         if known is None:
             windows: list[list[int]] = []
@@ -120,7 +120,7 @@ class RowOrder:
             sizes = (sum(self._sizes[piece] for piece in window) for window in windows)
             starts = list(accumulate(sizes, initial=0))[:-1]
             known = [tuple(sorted(each)) for each in windows], starts
-            # Of the next epoch too, with whose first window a rank begins before this one ends.
+            # Two epochs are kept: a rank starts the next epoch's first window before this one ends.
             self._epochs = {**dict(list(self._epochs.items())[-1:]), epoch: known}
         return known
 
@@ -135,7 +135,7 @@ class RowOrder:
 
 
 def _is_own(offsets: Numbers, num_global: int, shares: RankShares) -> Numbers:
-    """Tell which offsets in a global batch of this size are in a rank's shares."""
+    """Return which offsets in a global batch of this size are in a rank's shares, as booleans."""
     first, last = (
         share_range(num_global, number, shares.num_shares)
         for number in (shares.own[0], shares.own[-1])

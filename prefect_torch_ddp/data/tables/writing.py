@@ -1,4 +1,4 @@
-"""Writing a part of a dataset as Parquet, on the Dask worker that computed it; loads no torch."""
+"""Writes a partition as Parquet on the Dask worker that computed it; loads no torch."""
 
 import hashlib
 import uuid
@@ -9,23 +9,23 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
 ROW_GROUP_ROWS = 16_384
-"""Small enough that a window of `table()` mixes rows of several."""
+"""Small enough that a window of `table()` mixes the rows of several row groups."""
 
 
 def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> DatasetFile | None:
-    """Write a partition as a Parquet file; returns None for one without rows, which has no file.
+    """Write a partition as a Parquet file; return None, and write no file, if it has no rows.
 
-    The file's name is this call's own, so that of two workers which compute one partition, since
-    one counts as lost, neither writes over the other's file.
+    Each call chooses a new file name. Two workers may compute the same partition if one of them
+    counts as lost; neither then overwrites the other's file.
 
     Args:
         frame: a pandas DataFrame; its index isn't written.
-        storage: of the dataset.
-        files_key: the folder of files.
-        number: of the partition, by which files are sorted.
+        storage: the dataset's storage.
+        files_key: the folder of the files.
+        number: the partition's number, by which the files are sorted.
 
     Raises:
-        InvalidParamsError: pyarrow can't write it; names the partition.
+        InvalidParamsError: pyarrow can't write the frame; names the partition.
         StorageError: the storage failed.
     """
     import pyarrow as pa  # noqa: PLC0415 - an extra
@@ -41,7 +41,7 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Dat
             buffer,
             row_group_size=ROW_GROUP_ROWS,
             compression="zstd",
-            # Of numbers a dictionary costs more than it saves.
+            # A dictionary of numbers costs more than it saves.
             use_dictionary=[field.name for field in rows.schema if not _is_number(field.type)],
         )
     except (pa.ArrowException, TypeError, ValueError) as error:

@@ -103,7 +103,10 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
     [
         (["train", WORKLOAD, "-o", "epoch=3"], "there is no option epoch; did you mean epochs?"),
         (["train", WORKLOAD, "-p", "sed=3"], "there is no option sed; did you mean seed?"),
-        (["train", WORKLOAD, "-p", "world_size=3"], "-p world_size: give it by --world-size"),
+        (
+            ["train", WORKLOAD, "-p", "world_size=3"],
+            "can't be given: use --world-size",
+        ),
         (["train", f"{WORKLOAD}.py"], f"give its module's: {WORKLOAD}"),
         (["train", "nowhere"], "no module nowhere"),
         (["run-script", "nowhere.py"], "there is no script nowhere.py"),

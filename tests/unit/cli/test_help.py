@@ -25,7 +25,7 @@ Commands:
   runs        List runs, the newest first.
   show        Show a run in ten lines, and where its report is.
   metrics     Print the metrics of a run.
-  doctor      Look at a cluster and a storage.
+  doctor      Check a cluster and a storage.
   run-script  Run a script written for torchrun.
 """
 COMMANDS = ["train", "resume", "runs", "show", "metrics", "doctor", "run-script"]

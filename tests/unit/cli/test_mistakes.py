@@ -126,11 +126,11 @@ MISTAKES = {
     ),
     "a script that isn't there": (
         "run-script nowhere.py",
-        "prefect-torch-ddp: there is no script nowhere.py in HERE; with -m it is a module\n",
+        "prefect-torch-ddp: there is no script nowhere.py in HERE; add -m to run a module\n",
     ),
     "a run that isn't there": (
         "show calm-otter",
-        "prefect-torch-ddp: there is no run in HERE/store; --storage names another place\n",
+        "prefect-torch-ddp: there is no run in HERE/store; choose another storage with --storage\n",
     ),
 }
 

@@ -56,7 +56,7 @@ def test_dotted_names_are_groups() -> None:
 @pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a"), ("a.b", "a.b.c")])
 def test_a_name_is_a_value_or_a_group(names: tuple[str, str]) -> None:
     """Not both, in any order."""
-    with pytest.raises(InvalidParamsError, match="a is given in two ways"):
+    with pytest.raises(InvalidParamsError, match="a is given both as a value and as a group"):
         nested(dict.fromkeys(names, 1), "-p")
 
 
@@ -107,7 +107,7 @@ def test_a_run_is_named_whole_by_its_beginning_or_as_the_latest(
     [
         ("calm", f"2 runs begin with calm: {NEWER_OTTER}, {OTTER}"),
         ("wild-sku-1234", f"did you mean {SKUA}?"),
-        ("x", "`prefect-torch-ddp runs` shows them"),
+        ("x", "`prefect-torch-ddp runs` lists all"),
     ],
 )
 def test_no_run_is_guessed(storage: DirectoryStorage, given: str, says: str) -> None:
@@ -118,6 +118,6 @@ def test_no_run_is_guessed(storage: DirectoryStorage, given: str, says: str) -> 
 
 
 def test_an_empty_storage_says_so(tmp_path: Path) -> None:
-    """And how to name another one."""
-    with pytest.raises(InvalidParamsError, match=r"there is no run in .*; --storage"):
+    """The error names the option for another storage."""
+    with pytest.raises(InvalidParamsError, match=r"there is no run in .*; choose .* --storage"):
         find_run(DirectoryStorage(tmp_path), "latest")
