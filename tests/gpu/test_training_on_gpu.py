@@ -2,6 +2,7 @@
 bits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, way: str, world_size:
 def test_elastic_bits_on_cuda(tmp_path: Path, num_gpus: int) -> None:
     """One rank by NCCL, two and four that share devices by gloo, and two of which one is killed:
     the same weights, to the bit."""
-    common = {
+    common: dict[str, Any] = {
         "workload": "tests.gpu.on_gpu:Elastic",
         "storage": str(tmp_path),
         "seed": 3,
@@ -57,10 +58,11 @@ def test_elastic_bits_on_cuda(tmp_path: Path, num_gpus: int) -> None:
         "virtual_ranks": 4,
         "checkpoint": {"every_s": None, "every_steps": 5},
     }
-    killed = {"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
+    killed: dict[str, Any] = {"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
     reports = [
-        train_flow(TrainParams.model_validate({**common, "world_size": world_size, **others}))
-        for world_size, others in ((1, {}), (2, {}), (4, {}), (2, killed))
+        # On one worker: a client that is open in this process may have fewer.
+        train_flow(TrainParams(**common, world_size=size, ranks_per_worker=size, **others))
+        for size, others in ((1, {}), (2, {}), (4, {}), (2, killed))
     ]
     assert reports[-1].training.attempt == 2
     assert len({Path(report.model_uri).read_bytes() for report in reports}) == 1
