@@ -13,7 +13,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.integrations.refused import refuse_options
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 
@@ -39,9 +39,7 @@ def attach(trainer: Trainer) -> str | None:
             trainer.fit_loop.min_epochs or trainer.fit_loop.min_steps
         ),
     }
-    if found := [name for name, is_set in refused.items() if is_set]:
-        msg = f"attach can't keep this Trainer's training right: it uses {'; '.join(found)}"
-        raise InvalidParamsError(msg)
+    refuse_options(refused)
     trainer.callbacks.append(_Callback(ctx))
     trainer.loggers = [*trainer.loggers, _Logger(ctx)]
     return None if ctx.committed is None else str(ctx.committed / "trainer.ckpt")

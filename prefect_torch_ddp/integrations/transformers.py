@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.integrations.refused import refuse_options
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _RNG = re.compile(r"rng_state_\d+\.pth$")
@@ -33,9 +33,7 @@ def attach(trainer: Trainer) -> str | None:
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         ),
     }
-    if found := [name for name, is_set in refused.items() if is_set]:
-        msg = f"attach can't keep this Trainer's training right: it uses {'; '.join(found)}"
-        raise InvalidParamsError(msg)
+    refuse_options(refused)
     trainer.add_callback(_Callback(ctx))
     return None if ctx.committed is None else str(ctx.committed)
 
