@@ -143,3 +143,40 @@ def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) 
     )
     trainer.fit(model, data, ckpt_path=attach(trainer))
     return f"{trainer.global_step} {digest_of(model)}"
+
+
+def accelerate(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+    """Train a net with dropout by Accelerate, from a shuffled loader; return the digest of its
+    weights."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+
+    from prefect_torch_ddp.integrations.accelerate import attach
+
+    set_seed(7)
+    config = DataLoaderConfiguration(use_seedable_sampler=chosen.get("seedable", False))
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=chosen.get("accumulate", 1),
+        dataloader_config=config,
+    )
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.utils.data.TensorDataset(torch.randn(40, 8, generator=generator))
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    loop = attach(accelerator)
+    for (batch,) in loop.batches(loader, epochs=3):
+        die_once(Path(folder), loop.step + 1, die_at)
+        if loop.step + 1 == chosen.get("stop_at"):
+            ctx.request_stop("the test asks for it")
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        accelerator.log({"loss": loss.item()}, step=loop.step)
+    return f"{loop.step} {digest_of(accelerator.unwrap_model(model))}"

@@ -1,0 +1,94 @@
+"""Accelerate's loop is killed on real ranks and ends with the undisturbed bits."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from prefect_torch_ddp import (
+    InvalidParamsError,
+    RankContext,
+    RankFailedError,
+    read_metrics,
+    run_gang,
+)
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import RUN_WITH_CONTEXT
+from tests.support.ranks import config_for
+from tests.workloads import trainers
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "die_at", "last"),
+    [({}, 9, 15), ({"seedable": True}, 9, 15), ({"accumulate": 2}, 5, 9), ({}, 11, 15)],
+    ids=["mid-epoch", "seedable sampler", "accumulation", "first step of an epoch"],
+)
+def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
+    tmp_path: Path,
+    dask_cluster: LocalCluster,
+    chosen: dict[str, object],
+    die_at: int,
+    last: int,
+) -> None:
+    """After a kill, and after a stop at a step, the next attempt ends as if neither had been."""
+    with Client(dask_cluster) as client:
+
+        def train(name: str, die_at: int | None = None, **more: object) -> list[str]:
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            fn = partial(trainers.accelerate, **chosen, **more)
+            call = config_for(folder, 2), fn, (str(folder), die_at)
+            return run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+
+        undisturbed = train("straight")
+        assert undisturbed[0] == undisturbed[1]
+        assert undisturbed[0].startswith(f"{last} ")
+        with pytest.raises(RankFailedError, match=r"rank 1 .* was killed by SIGKILL"):
+            train("killed", die_at)
+        assert train("killed") == undisturbed
+        assert [value.split()[0] for value in train("stopped", stop_at=die_at)] == [str(die_at)] * 2
+        assert train("stopped") == undisturbed
+        call = config_for(tmp_path / "killed"), trainers.accelerate, (str(tmp_path), None)
+        with pytest.raises(RankFailedError, match="the commit is of 2 ranks and this gang has 1"):
+            run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=1)
+    storage = DirectoryStorage(tmp_path / "killed")
+    names = {Path(item.path).name for item in list_manifests(storage, "run")[-1].objects}
+    assert {"model.safetensors", "optimizer.bin", "loop-0.pt", "loop-1.pt"} <= names
+    metrics = read_metrics(storage, "run")
+    assert metrics["loss"].notna().sum() >= last
+
+
+class Endless(IterableDataset[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def test_what_cant_be_kept_right_is_refused() -> None:
+    """The error names it, before the first batch."""
+    from accelerate import Accelerator
+
+    from prefect_torch_ddp.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    assert [int(batch) for (batch,) in attach(accelerator).batches(loader, epochs=2)] == [
+        *range(4),
+        *range(4),
+    ], "there is no RankContext yet"
+    with RankContext.local():
+        loop = attach(accelerator)
+        with pytest.raises(InvalidParamsError, match="a DataLoader that it didn't prepare"):
+            next(loop.batches(loader, epochs=1))
+        endless = accelerator.prepare(DataLoader(Endless()))
+        with pytest.raises(InvalidParamsError, match="an IterableDataset"):
+            next(loop.batches(endless, epochs=1))
