@@ -245,7 +245,8 @@ class RankFailedError(_LongError):
 
     `__cause__` is the user's own exception if it can be unpickled here. `rank` failed first, on
     `host`. It exited with `exit_code` or was killed by `signal`, unless these are None.
-    `traceback_text` is its formatted traceback, empty if there is none.
+    `traceback_text` is its formatted traceback, empty if there is none. If `train_flow` raises
+    the error, its text has only the frames of your own code.
     """
 
     def __init__(
@@ -266,6 +267,8 @@ class RankFailedError(_LongError):
         self.exit_code = failure.exit_code
         self.signal = failure.signal
         self.traceback_text = failure.traceback_text
+        self.shown_traceback = failure.traceback_text.rstrip()
+        """What of it the error's text has. It doesn't cross processes."""
 
     def as_final(self, why: str) -> Self:
         """Return the same error, which also says why no other attempt is made."""
@@ -289,8 +292,8 @@ class RankFailedError(_LongError):
         lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
         if self.why_final:
             lines += [f"not tried again: {self.why_final}"]
-        if first.traceback_text:
-            lines += ["", first.traceback_text.rstrip()]
+        if self.shown_traceback:
+            lines += ["", self.shown_traceback]
         if first.stderr_tail:
             lines += ["", f"last lines on stderr of rank {first.rank}:"]
             lines += [f"  {line}" for line in first.stderr_tail]

@@ -9,7 +9,6 @@ from prefect import Task, flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
-from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
@@ -24,8 +23,9 @@ from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
+from prefect_torch_ddp.tasks.watch.quiet_flow import without_frames
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
 DEFAULTS = TrainParams()
@@ -34,6 +34,7 @@ OTHERS_GRACE_S = 25.0
 
 
 # Its futures are PrefectDaskFutures.
+@without_frames
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish it all.
@@ -67,10 +68,11 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         raise error.with_traceback(None)  # noqa: B904 - it is the same error
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
-        state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
+        state: Any = flow_cancelled(why)  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
 
 
+@without_frames
 @flow(name="evaluate-checkpoint", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def evaluate_flow(
     checkpoint: str, storage: str | None = None, cluster: ClusterParams | None = None

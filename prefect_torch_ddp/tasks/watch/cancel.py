@@ -1,6 +1,7 @@
 """How a cancel reaches a task that trains, and becomes Prefect's state Cancelled."""
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from distributed.threadpoolexecutor import secede
+from prefect._internal.control_listener import get_intent
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.exceptions import (
     MissingContextError,
     ObjectNotFound,
@@ -58,6 +61,23 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             transaction.write_on_commit = False
         state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
+
+
+def flow_cancelled(why: str) -> State[Any]:
+    """Return the state Cancelled for a cancelled flow run to return.
+
+    If a deployment's runner cancels it, raise Prefect's own signal instead, as that runner expects.
+    Prefect raises CancelledRun for a returned state, which the run's log then has three times with
+    all of its frames, as an error.
+    """
+    state: State[Any] = Cancelled(message=why)
+    context = FlowRunContext.get()
+    if get_intent() != "cancel" or context is None or context.flow_run is None:
+        return state
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(context.flow_run.id, state, force=True)  # else it had no message
+    context.flow_run.state = state  # which the run's last line in the log tells
+    raise TerminationSignal(signal.SIGTERM)
 
 
 def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelled") -> str:

@@ -22,6 +22,13 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[3]
 WORKLOAD = "my_workload"
 LIMIT_S = 180
+MAX_LINES = 25
+SCRIPT = """
+from prefect_torch_ddp import TrainParams, train_flow
+
+if __name__ == "__main__":
+    train_flow(TrainParams(workload="failing", world_size=2, storage="store"))
+"""
 
 
 @pytest.fixture
@@ -96,6 +103,30 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
     assert str(ROOT / "prefect_torch_ddp") not in text
     last = said[said.rindex("prefect-torch-ddp: ") :]
     assert last.count("\n") <= 12
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path) -> None:
+    """A script that calls `train_flow` prints at most 25 lines of a rank's error within torch."""
+    failing = (folder / "failing.py").read_text(encoding="utf-8")
+    failing = failing.replace("1 / (ctx.step - 20)", "torch.nn.Linear(3, 1)(torch.zeros(2, 2))")
+    (folder / "failing.py").write_text(failing, encoding="utf-8")
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    _, shown = done.stderr.split("The above exception was the direct cause", 1)
+    assert f'File "{folder}/failing.py"' in shown
+    assert "mat1 and mat2 shapes cannot be multiplied" in shown
+    assert "the report: " in shown
+    assert "site-packages" not in shown
+    assert shown.count("\n") <= MAX_LINES
 
 
 @pytest.mark.parametrize(

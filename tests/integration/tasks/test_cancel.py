@@ -33,6 +33,8 @@ from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
+MAX_LINES = 10
+"""Of the traceback of a cancelled script, and Prefect's word that its server stops."""
 RESTS_PERCENT = 10.0
 """Of a core: what a flow uses at most that only waits for its task."""
 
@@ -214,7 +216,10 @@ def slow_cluster(mark: str) -> None:
 
 
 def test_while_the_cluster_starts(tmp_path: Path) -> None:
-    """The flow is Cancelled at once, since nothing has begun."""
+    """The flow is Cancelled at once, since nothing has begun.
+
+    Its script prints one traceback, without Prefect's frames.
+    """
     mark = tmp_path / "mark"
     cluster = ClusterParams(
         cluster_class=f"{__name__}.slow_cluster", cluster_kwargs={"mark": str(mark)}
@@ -225,6 +230,11 @@ def test_while_the_cluster_starts(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(HANG_S) != 0
     assert not task_runs_of(check_flow_cancelled("cancelled"))
+    _, *traceback = (tmp_path / "said").read_text().split("Traceback (most recent call last):")
+    (shown,) = traceback
+    assert "prefect.exceptions.CancelledRun: cancelled" in shown
+    assert "site-packages" not in shown
+    assert shown.count("\n") <= MAX_LINES, shown
 
 
 @pytest.mark.extended

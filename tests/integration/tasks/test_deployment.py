@@ -1,5 +1,6 @@
 """A deployment's run on a real server, a process work pool and a worker is cancelled."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,17 +18,21 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.formats import FINISHED
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
+    check_flow_cancelled,
     newest_run,
     params_of,
     steps_saved,
     wait_for_checkpoint,
 )
 from tests.support.gangs import pids_in
-from tests.support.runs import steered
+from tests.support.runs import logs_of, steered, wait_until_said
 from tests.support.waiting import wait_until
 from tests.support.workers import prefect, worker_running
 
 pytestmark = pytest.mark.long
+
+MAX_LINES = 5
+"""Of warnings and errors about a cancel: what each rank, the task and the flow say at most."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +56,10 @@ def begin(params: TrainParams) -> None:
 
 
 def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    """`prefect flow-run cancel` leaves one checkpoint, no ranks and the states Cancelled."""
+    """`prefect flow-run cancel` leaves one checkpoint, no ranks and the states Cancelled.
+
+    The run's log has one line of level ERROR, Prefect's last one of the task, and no traceback.
+    """
     begin(params_of(tmp_path))
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
     above = {parent for rank in ranks for parent in rank.parents()}
@@ -63,6 +71,12 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     prefect("flow-run", "cancel", str(newest_run()[0]))
     wait_until(lambda: not any(process.is_running() for process in (*ranks, *servers)))
     check_cancelled(tmp_path)
+    flow_run_id = check_flow_cancelled("all ranks stopped after step")
+    wait_until_said(flow_run_id, "Flow run was cancelled.")
+    lines = [line for line in logs_of(flow_run_id) if line.level >= logging.WARNING]
+    errors = [line.message for line in lines if line.level >= logging.ERROR]
+    assert [text.partition("(")[0] for text in errors] == ["Finished in state Cancelled"]
+    assert sum(line.message.count("\n") + 1 for line in lines) <= MAX_LINES, lines
 
 
 def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
