@@ -179,6 +179,10 @@ class GangParams(Params):
         return self
 
 
+COUNTED_INTERVALS = {"every_steps": "step", "every_epochs": "epoch"}
+"""The intervals of CheckpointParams that count something, by field, and what they count."""
+
+
 class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 

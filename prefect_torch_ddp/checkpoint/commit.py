@@ -31,7 +31,7 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.params import COUNTED_INTERVALS, CheckpointParams
 from prefect_torch_ddp.storage.protocol import Storage
 
 KEPT_S = 30.0
@@ -146,7 +146,7 @@ class Committer:
             return set()
         now_s = time.monotonic()
         self._made_s = {step: at for step, at in self._made_s.items() if now_s - at < KEPT_S}
-        is_asked_for = self.policy.every_steps or self.policy.every_epochs
+        is_asked_for = any(getattr(self.policy, name) for name in COUNTED_INTERVALS)
         most = MOST_YOUNG_ASKED_FOR if is_asked_for else MOST_YOUNG
         return set(sorted(self._made_s)[-self.policy.keep_last - most :])
 

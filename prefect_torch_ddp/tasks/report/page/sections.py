@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.params import COUNTED_INTERVALS, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
 from prefect_torch_ddp.results import LedgerReport, TrainReport
 from prefect_torch_ddp.tasks.report.markdown import (
@@ -115,10 +115,9 @@ def _facts(view: RunView) -> str:
 def _when_saved(view: RunView) -> str:
     """Say what makes a checkpoint due: whichever comes first."""
     policy, every_s = view.record.parameters.get("checkpoint"), view.training.checkpoint_every_s
-    units = {"every_steps": "step", "every_epochs": "epoch"}
     given = {} if not isinstance(policy, Mapping) else policy
     whens = []
-    for name, unit in units.items():
+    for name, unit in COUNTED_INTERVALS.items():
         if isinstance(every := given.get(name), int):
             whens.append(f"every {unit}" if every == 1 else f"every {count(every)} {unit}s")
     by_time = "" if every_s is None else f"by time, every {duration(every_s)}"
