@@ -1,4 +1,5 @@
 # The public names: what type checkers read, and what `__init__.py` opens when first used.
+from prefect_torch_ddp.data.arrays.array import array as array
 from prefect_torch_ddp.data.images.cache import CachedReads as CachedReads
 from prefect_torch_ddp.data.images.folder import S3ImageFolder as S3ImageFolder
 from prefect_torch_ddp.data.images.folder import image_folder as image_folder

@@ -33,7 +33,7 @@ MAX_SPLITS = 5
 WAYS_OUT = (
     "use a map-style dataset (with __len__ and __getitem__; of Hugging Face's: load_dataset "
     "without streaming=True, or Dataset.from_generator; for Parquet files, "
-    "prefect_torch_ddp.data.table); "
+    "prefect_torch_ddp.data.table; for Zarr, prefect_torch_ddp.data.array); "
     "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
     "iter_shard(shard) -> Iterator; or pass your own DataLoader to ctx.steps(loader, total=5000), "
     "which counts steps and leaves the order to you"
@@ -145,7 +145,7 @@ def has_own_order(dataset: object) -> bool:
 
 
 def _kind_of(dataset: object) -> str:
-    return "a table" if isinstance(dataset, ReadByPosition) else "a dataset in shards"
+    return "a table or an array" if isinstance(dataset, ReadByPosition) else "a dataset in shards"
 
 
 def count_samples(dataset: object) -> int:

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from prefect_torch_ddp.data.fetching import seed_on_cpu
 from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares, mix_seed
-from prefect_torch_ddp.data.tables.form import Array, Batch, taken
-from prefect_torch_ddp.data.tables.pieces import TablePieces
+from prefect_torch_ddp.data.tables.form import Array, taken
+from prefect_torch_ddp.data.tables.rows import Rows
 from prefect_torch_ddp.data.tables.windows import RowOrder, Window
 from prefect_torch_ddp.data.tagged import Tagged
 from prefect_torch_ddp.data.traits import Trait
@@ -28,7 +28,7 @@ _BATCH = 2
 class DecodedPieces:
     """Arrays for the rows of a window's pieces, which threads fill in the background."""
 
-    def __init__(self, table: TablePieces, pieces: Sequence[int]) -> None:
+    def __init__(self, table: Rows, pieces: Sequence[int]) -> None:
         sizes = [table.pieces[piece].num_rows for piece in pieces]
         self._table = table
         self._starts = {piece: sum(sizes[:i]) for i, piece in enumerate(pieces)}
@@ -90,7 +90,7 @@ class TableReader(Dataset[Any]):
 
     def __init__(
         self,
-        table: TablePieces,
+        table: Rows,
         batches: GlobalBatches,
         shares: RankShares,
         buffer: int,
@@ -138,7 +138,7 @@ class TableReader(Dataset[Any]):
         if get_worker_info() is not None or self._shares.is_virtual:
             # For what collate_fn draws: as for datasets that read batches at once.
             seed_on_cpu(mix_seed(self._seed, epoch, positions[0], _BATCH))
-        batch: Batch = self._table.form.batch(parts)
+        batch = self._table.form.batch(parts)
         return Tagged(tuple(ids), batch, is_training=is_training)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -437,7 +437,9 @@ def test_arguments_that_cant_go_together_are_refused(arguments, what, tmp_path) 
 def test_what_a_table_cant_do_in_a_loader_is_refused(tmp_path) -> None:
     """Weights, other seeds, single rows: each with what to do instead."""
     rows = table(numbered(tmp_path, [4], 2))
-    with pytest.raises(InvalidParamsError, match=r"weights .* can't be used with a table"):
+    with pytest.raises(
+        InvalidParamsError, match=r"weights .* can't be used with a table or an array"
+    ):
         loader_of(rows, 2, weights=[1.0] * 4)
     with pytest.raises(InvalidParamsError, match="seed_samples"):
         loader_of(rows, 2, seed_samples=False)

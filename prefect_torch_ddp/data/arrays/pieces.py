@@ -1,0 +1,230 @@
+"""The samples of arrays, in pieces that are read at once, and the batches made of them."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from prefect_torch_ddp.data.arrays.axes import ArrayPiece, Axis, pieces_of
+from prefect_torch_ddp.data.arrays.variables import Array, Found, Variable
+from prefect_torch_ddp.data.traits import Trait, spread
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+
+Nan: TypeAlias = Literal["refuse", "keep"] | float
+"""What a NaN becomes."""
+INDEX = "index"
+"""The name of the samples' numbers in a batch."""
+
+
+@dataclass(frozen=True)
+class ArrayForm:
+    """What a batch is: a tensor of the only array, or a dict of tensors; perhaps with numbers."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of a sample."""
+    is_single: bool
+    is_numbered: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a sample in memory."""
+        sizes = zip(self.dtypes, self.shapes, strict=True)
+        return sum(np.dtype(dtype).itemsize * prod(shape) for dtype, shape in sizes)
+
+    def new_arrays(self, num_rows: int) -> list[Array]:
+        """Return room for so many samples: an array [samples, ...] for each variable."""
+        like = zip(self.dtypes, self.shapes, strict=True)
+        arrays = [np.empty((num_rows, *shape), dtype) for dtype, shape in like]
+        return [*arrays, np.empty(num_rows, "int64")] if self.is_numbered else arrays
+
+    def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
+        """Return a batch of the samples' tensors; several parts are joined."""
+        joins = len(parts) > 1
+        whole = [torch.cat(each) if joins else each[0] for each in zip(*parts, strict=True)]
+        if self.is_single:
+            return tuple(whole) if self.is_numbered else whole[0]
+        names = (*self.names, INDEX) if self.is_numbered else self.names
+        return dict(zip(names, whole, strict=True))
+
+
+class ArrayPieces:
+    """The samples of arrays.
+
+    Args:
+        found: the arrays.
+        axes: along which samples lie, the first one first.
+        used: the positions of each dimension that are used.
+        nan: what a NaN becomes.
+        is_numbered: whether batches have the numbers of their samples.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        axes: Sequence[Axis],
+        used: dict[str, range],
+        nan: Nan,
+        *,
+        is_numbered: bool,
+    ) -> None:
+        self.found, self.axes, self.nan = found, axes, nan
+        self._used = used
+        self._axis = {axis.name: axis for axis in axes}
+        variables = found.variables
+        if is_numbered and not found.is_single and INDEX in (each.name for each in variables):
+            msg = f"numbered=True names the numbers {INDEX}, and {found.uri} has a variable {INDEX}"
+            raise InvalidParamsError(msg)
+        self.form = ArrayForm(
+            tuple(variable.name for variable in variables),
+            tuple(variable.dtype for variable in variables),
+            tuple(self._shape(variable) for variable in variables),
+            found.is_single,
+            is_numbered,
+        )
+        chunks: dict[str, int] = {}
+        for variable in variables:
+            for dim, size in zip(variable.dims, variable.chunks or (), strict=False):
+                chunks[dim] = max(size, chunks.get(dim, 1))
+        self.pieces = pieces_of(axes, chunks, max(1, self.form.row_bytes))
+
+    def _shape(self, variable: Variable) -> tuple[int, ...]:
+        """Return the shape of a sample."""
+        kept = (dim for dim in variable.dims if dim not in self._axis or self._axis[dim].is_kept)
+        return tuple(
+            self._axis[dim].extent if dim in self._axis else len(self._used[dim]) for dim in kept
+        )
+
+    @property
+    def traits(self) -> dict[str, list[Trait]]:
+        """Names and shapes, and a few coordinates: equal on all ranks."""
+        shapes: list[Trait] = [[each.name, *each.shape] for each in self.found.variables[:8]]
+        places: list[Trait] = [
+            [float(value) for value in values_of(self.found.coordinates[axis.name], axis)]
+            for axis in self.axes
+            if _is_number(self.found.coordinates.get(axis.name))
+        ]
+        return {"shapes of arrays": shapes, "coordinates": places}
+
+    @cached_property
+    def layout(self) -> str:
+        """A digest of what samples are, and of the sizes of all pieces."""
+        sizes = [piece.num_rows for piece in self.pieces]
+        what = repr((self.form.names, self.form.shapes, [*self.axes], sizes))
+        return hashlib.sha256(what.encode()).hexdigest()[:12]
+
+    def __len__(self) -> int:
+        return prod(axis.num for axis in self.axes)
+
+    def decode(self, number: int, arrays: Sequence[Array], start: int) -> None:
+        """Read a piece into the arrays of the form, from a sample on.
+
+        Raises:
+            InvalidParamsError: it has a NaN that is refused.
+            StorageError: it can't be read.
+        """
+        piece = self.pieces[number]
+        rows = slice(start, start + piece.num_rows)
+        num_of = tuple(map(len, piece.blocks))
+        for variable, shape, array in zip(
+            self.found.variables, self.form.shapes, arrays, strict=False
+        ):
+            # A view, since rows that follow each other lie side by side.
+            array[rows].reshape(num_of + shape)[...] = self._samples(variable, piece)
+        if self.form.is_numbered:
+            arrays[-1][rows] = np.arange(piece.first_id, piece.first_id + piece.num_rows)
+
+    def _samples(self, variable: Variable, piece: ArrayPiece) -> Array:
+        """Return a variable's samples [along each axis, or 1 if it lacks that; ...]."""
+        blocks = {axis.name: block for axis, block in zip(self.axes, piece.blocks, strict=True)}
+        box = tuple(
+            self._axis[dim].positions(blocks[dim])
+            if dim in blocks
+            else slice(self._used[dim].start, self._used[dim].stop)
+            for dim in variable.dims
+        )
+        values = variable.read(box)
+        expected = tuple(each.stop - each.start for each in box)
+        if values.shape != expected:
+            msg = f"{self.found.uri}: {variable.name} gave {values.shape}, and not {expected}"
+            raise StorageError(msg)
+        samples = self._cut(variable, values)
+        if values.dtype.kind in "fc" and self.nan != "keep" and np.isnan(values).any():
+            samples = self._without_nan(variable, piece, samples)
+        return samples
+
+    def _cut(self, variable: Variable, values: Array) -> Array:
+        """Return a view of the samples in a box of a variable."""
+        along = [axis for axis in self.axes if axis.name in variable.dims]
+        places = tuple(variable.dims.index(axis.name) for axis in along)
+        if along:
+            extents = [axis.extent for axis in along]
+            values = np.lib.stride_tricks.sliding_window_view(values, extents, axis=places)
+            steps = [slice(None)] * len(variable.dims)
+            for axis, place in zip(along, places, strict=True):
+                steps[place] = slice(None, None, axis.stride)
+            values = values[tuple(steps)]
+        # Now the first dimensions are the variable's, and those of the windows follow them.
+        num = len(variable.dims)
+        windows = {axis.name: num + i for i, axis in enumerate(along)}
+        inner = [windows.get(dim, i) for i, dim in enumerate(variable.dims)]
+        kept = [
+            place
+            for dim, place in zip(variable.dims, inner, strict=True)
+            if dim not in self._axis or self._axis[dim].is_kept
+        ]
+        dropped = [windows[axis.name] for axis in along if not axis.is_kept]
+        cut = values.transpose([*places, *kept, *dropped])
+        cut = cut.reshape(cut.shape[: cut.ndim - len(dropped)]) if dropped else cut
+        lacking = [i for i, axis in enumerate(self.axes) if axis.name not in variable.dims]
+        return np.expand_dims(cut, tuple(lacking)) if lacking else cut
+
+    def _without_nan(self, variable: Variable, piece: ArrayPiece, samples: Array) -> Array:
+        if isinstance(self.nan, float | int):
+            return np.where(np.isnan(samples), np.asarray(self.nan, samples.dtype), samples)
+        found = np.argwhere(np.isnan(samples))
+        if not len(found):
+            return samples  # it lies between samples
+        numbers = [block[int(i)] for block, i in zip(piece.blocks, found[0], strict=False)]
+        place = ", ".join(
+            f"{axis.name} from {axis.start(number)} on"
+            for axis, number in zip(self.axes, numbers, strict=True)
+            if axis.name in variable.dims
+        )
+        msg = (
+            f"{self.found.uri}: {variable.name} has NaN in the sample at {place or 'each place'}: "
+            "fill it in prepare, or pass nan=0.0, another number, or 'keep' to array()"
+        )
+        raise InvalidParamsError(msg)
+
+    def where(self, number: int) -> dict[str, Any]:
+        """Return the coordinates of a sample along each axis; positions where it has none."""
+        low, high = 0, len(self.pieces)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.pieces[middle].first_id <= number else (low, middle)
+        piece = self.pieces[low]
+        at = np.unravel_index(number - piece.first_id, tuple(map(len, piece.blocks)))
+        places: dict[str, Any] = {}
+        for axis, block, i in zip(self.axes, piece.blocks, at, strict=True):
+            start = axis.start(block[int(i)])
+            values = self.found.coordinates.get(axis.name)
+            some = range(start, start + axis.extent)
+            inside = np.array(some) if values is None else values[some.start : some.stop]
+            places[axis.name] = inside if axis.is_kept else inside[0]
+        return places
+
+
+def values_of(values: Array, axis: Axis) -> Any:
+    """Return a few of the coordinates where samples begin."""
+    return [values[axis.start(number)] for number in spread(axis.num)]
+
+
+def _is_number(values: Array | None) -> bool:
+    return values is not None and values.dtype.kind in "iuf"

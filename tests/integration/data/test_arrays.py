@@ -1,0 +1,115 @@
+"""Trainings on arrays end undisturbed after kills in mid-epoch, on real ranks and a real S3."""
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data import array
+from prefect_torch_ddp.data.arrays import axes as array_axes
+from prefect_torch_ddp.records.ledger import read_ledger
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.ranks import Died, config_for, train_on
+from tests.unit.data.arrays.array_files import walk, weather
+
+pytest.importorskip("zarr")
+pytest.importorskip("xarray")
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),
+]
+BATCH, EPOCHS = 16, 2
+NUM_SAMPLES, NUM_STEPS = 108, 14
+CUT: dict[str, Any] = {"window": {"time": 3}, "patch": {"lat": 4, "lon": 2}}
+
+
+def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, Any]:
+    """Predict the next time from two before it; rank 1, or the only one, dies in a step."""
+    array_axes.PIECE_BYTES = 1
+    samples = array("weather.zarr", storage=storage, shuffle_buffer=40, **CUT)
+    torch.manual_seed(0)
+    net = torch.nn.Conv2d(2, 1, 3, padding=1)
+    model = ctx.wrap(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    for batch in ctx.steps(ctx.loader(samples, global_batch_size=BATCH), epochs=EPOCHS):
+        optimizer.zero_grad()
+        for piece, weight in ctx.micro_batches(batch):
+            steps = piece["t2m"] / 1000
+            loss = torch.nn.functional.mse_loss(model(steps[:, :2]), steps[:, 2:])
+            (loss * weight).backward()
+        if ctx.step == kill_at and ctx.rank == min(1, ctx.world_size - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+    state = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+    return {"step": ctx.step, "sha256": hashlib.sha256(state).hexdigest()}
+
+
+@pytest.fixture
+def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
+    """Give the same Zarr group in a folder, format 2, and in a bucket, format 3."""
+    for zarr_format in (2, 3):
+        weather().to_zarr(
+            tmp_path / f"format_{zarr_format}" / "weather.zarr",
+            zarr_format=zarr_format,
+            encoding={"t2m": {"chunks": (4, 3, 6)}},
+        )
+    bucket = s3_server.storage()
+    folder = DirectoryStorage(tmp_path / "format_3")
+    for item in folder.list():
+        bucket.write(item.key, folder.read(item.key))
+    return {"directory": DirectoryStorage(tmp_path / "format_2"), "s3": bucket}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_on_arrays_a_killed_training_ends_with_the_undisturbed_weights(
+    kind, storages, tmp_path
+) -> None:
+    """Two ranks are killed twice, and the ledger counts every sample once an epoch."""
+    calm = config_for(tmp_path / "calm", ledger=True)
+    undisturbed = train_on(2, calm, train, storages["directory"], None)
+    for kill_at in (5, 10):
+        values = train_on(
+            2, config_for(tmp_path / "r", ledger=True), train, storages[kind], kill_at
+        )
+        assert any(isinstance(value, Died) for value in values)
+    ended = train_on(2, config_for(tmp_path / "r", ledger=True), train, storages[kind], None)
+    assert ended == undisturbed
+    assert ended[0]["step"] == NUM_STEPS
+    report = read_ledger(DirectoryStorage(tmp_path / "r"), "run")
+    assert str(report).splitlines() == [
+        f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in (1, 2)
+    ]
+
+
+def test_a_bucket_gives_the_samples_of_a_folder(storages, s3_server, monkeypatch) -> None:
+    """A storage with its credentials and an s3:// URI give a folder's batches, on 1 and 2 ranks."""
+    monkeypatch.setattr(array_axes, "PIECE_BYTES", 1)
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    options = {"numbered": True, "shuffle_buffer": 40, **CUT}
+    folder, bucket = storages["directory"], storages["s3"]
+    expected = walk(array("weather.zarr", storage=folder, **options), BATCH, 1)
+    uri, endpoint = f"{bucket.uri}/weather.zarr", s3_server.endpoint_url
+    for samples in (
+        array("weather.zarr", storage=bucket, **options),
+        array(uri, endpoint_url=endpoint, **options),
+    ):
+        assert walk(samples, BATCH, 2) == walk(samples, BATCH, 1) == expected
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+def test_loader_workers_give_the_same_samples(context, storages, monkeypatch) -> None:
+    """Workers may be forked after the rank has read the arrays, or spawned with a pickle."""
+    monkeypatch.setattr(array_axes, "PIECE_BYTES", 1)
+    where = storages["directory"]
+    samples = array("weather.zarr", storage=where, numbered=True, shuffle_buffer=40, **CUT)
+    expected = walk(samples, BATCH, 2)
+    assert walk(samples, BATCH, 2, num_workers=2, multiprocessing_context=context) == expected
