@@ -12,11 +12,14 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 logger = logging.getLogger(__name__)
 
 FDS = Path("/proc/self/fd")
+
+_File: TypeAlias = tuple[int, int]
+"""Its device and number there."""
 
 
 class OwnFiles:
@@ -30,22 +33,38 @@ class OwnFiles:
 
     def __init__(self, and_then: Callable[[int], None] | None) -> None:
         self._and_then = and_then
-        self._places: Mapping[int, int] = {}
+        self._places: Mapping[int, tuple[int, _File]] = {}
 
     def note(self) -> None:
         """Remember, before workers are forked, which files are open and at which place."""
-        self._places = {fd: os.lseek(fd, 0, os.SEEK_CUR) for fd in _files_to_read()}
+        self._places = {fd: at for fd in _files_to_read() if (at := _place_in(fd)) is not None}
 
     def __call__(self, worker: int) -> None:
         """Begin a worker."""
-        for fd, place in self._places.items():
-            _reopen(fd, place)
+        for fd, (place, file) in self._places.items():
+            # A thread, such as one that reads ahead, may have closed it before the fork: then the
+            # number belongs to something else by now, such as a worker's pipe.
+            if _is_read_only_file(fd) and _file_of(fd) == file:
+                _reopen(fd, place)
         if self._and_then is not None:
             self._and_then(worker)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the files out: a process that isn't forked hasn't got them."""
         return self.__dict__ | {"_places": {}}
+
+
+def _place_in(fd: int) -> tuple[int, _File] | None:
+    """Return the place in a file, and which file it is; None if it has just been closed."""
+    try:
+        return os.lseek(fd, 0, os.SEEK_CUR), _file_of(fd)
+    except OSError:
+        return None
+
+
+def _file_of(fd: int) -> _File:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def _files_to_read() -> list[int]:
