@@ -34,6 +34,8 @@ LEVELS: Mapping[str, type[Params]] = {
 }
 PARTS: Mapping[str, type[Params]] = {"checkpoint": CheckpointParams, "cluster": ClusterParams}
 """Options that are parameters themselves."""
+SEARCHED = {"faq.md": 2.0, "faults.md": 0.2, "tests.md": 0.2, "changes.md": 0.4}
+"""How much a page counts in the site's search, if not 1: answers before lists of everything."""
 LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?![a-z]+:|#|/)(?P<path>[^)\s#]+)(?P<anchor>#[\w-]+)?\)")
 
 OPTIONS = """---
@@ -63,6 +65,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     del config, files
     names = {name: path for path, name in ELSEWHERE.items()}
     here = page.file.src_uri
+    if here in SEARCHED:
+        page.meta["search"] = {"boost": SEARCHED[here]}
     written = Path(names.get(here, f"docs/{here}"))
 
     def moved(found: re.Match[str]) -> str:
