@@ -199,6 +199,6 @@ def fingerprint_of(source: Readable) -> Mapping[str, str]:
     """
     if next(source.list_objects(""), None) is None:
         hint = "give the place of the raw data, or leave source out"
-        msg = f"source is {source.uri}, and there is nothing; {hint}"
+        msg = f"source is {source.uri}, but nothing is there; {hint}"
         raise InvalidParamsError(msg)
     return {"uri": source.uri, "listing": digest_of_listing(source)}

@@ -76,6 +76,10 @@ KINDS = {
 """What the form calls the values that a field may have."""
 
 
+OPTIONS_HEADING = "Options:"
+"""The line of a model's docstring after which `help` lists its options; the form has fields."""
+
+
 def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Give a model's JSON schema what the run form shows, in place.
 
@@ -98,7 +102,8 @@ def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
                 each["title"] = str(each.get("const", KINDS.get(each.get("type", ""), "Value")))
     for each in (schema, *fields.values()):
         if "description" in each:
-            each["description"] = " ".join(each["description"].replace("`", "").split())
+            text = each["description"].partition(f"\n{OPTIONS_HEADING}\n")[0]
+            each["description"] = " ".join(text.replace("`", "").split())
 
 
 def title_of(name: str, model: type[BaseModel]) -> str:

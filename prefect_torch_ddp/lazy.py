@@ -1,4 +1,4 @@
-"""Public names that load when first used, each listed once: in the stub beside `__init__`.
+"""Public names that load when first used, each listed once: in the stub next to `__init__`.
 
 Also how the package parses Python, which this needs first.
 """
@@ -22,7 +22,7 @@ PARSE_TRIES = 10
 def parse_python(source: bytes, filename: str = "<unknown>") -> ast.Module:
     """Return the syntax tree of a module.
 
-    Python 3.11 counts the depth of trees for all threads together, and raises SystemError where
+    Python 3.11 counts the depth of trees for all threads together, and raises SystemError if
     another thread parsed meanwhile (python/cpython#106905): then it is parsed again.
     """
     for _ in range(PARSE_TRIES):

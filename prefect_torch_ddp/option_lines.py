@@ -2,12 +2,13 @@
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefect_torch_ddp.params import Params
+from prefect_torch_ddp.form import OPTIONS_HEADING
 
 UNITS = {
     "s": "seconds",
@@ -35,7 +36,7 @@ class OptionLine(NamedTuple):
     meaning: str
 
 
-def option_lines(model: type[Params], names: Iterable[str] | None = None) -> list[OptionLine]:
+def option_lines(model: type[BaseModel], names: Iterable[str] | None = None) -> list[OptionLine]:
     """Return a line for each option of a parameter model, or for some of them.
 
     Args:
@@ -55,16 +56,14 @@ def option_lines(model: type[Params], names: Iterable[str] | None = None) -> lis
     ]
 
 
-def add_option_lines(
-    function: Callable[..., Any], model: type[Params], names: Iterable[str]
-) -> None:
-    """Append to a function's docstring what it takes as `**options`, for `help`."""
-    parts = [inspect.cleandoc(function.__doc__ or ""), "\nOptions:"]
+def add_option_lines(target: Any, model: type[BaseModel], names: Iterable[str]) -> None:
+    """Append options to the docstring of the function or class that takes them, for `help`."""
+    parts = [inspect.cleandoc(target.__doc__ or ""), f"\n{OPTIONS_HEADING}"]
     for name in names:
         field = model.model_fields[name]
         text = f"{name}: {meaning_of(field)} Default: {default_of(field)}."
         parts.append(textwrap.fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
-    function.__doc__ = "\n".join(parts)
+    target.__doc__ = "\n".join(parts)
 
 
 def meaning_of(field: FieldInfo) -> str:
@@ -77,7 +76,7 @@ def default_of(field: FieldInfo) -> str:
     if field.default_factory is None:
         return repr(field.default)
     made: Any = field.get_default(call_default_factory=True)
-    return f"{type(made).__name__}()" if isinstance(made, Params) else repr(made)
+    return f"{type(made).__name__}()" if isinstance(made, BaseModel) else repr(made)
 
 
 def _values(name: str, shape: dict[str, Any], schema: dict[str, Any]) -> str:

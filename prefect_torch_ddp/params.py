@@ -23,6 +23,7 @@ from typing_extensions import TypedDict  # what Prefect's are, to be joined with
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.form import arrange
+from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.protocol.rank import Backend, Launcher
 from prefect_torch_ddp.refusals import with_near_names
 
@@ -52,6 +53,13 @@ class Params(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=arrange
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """List the options in the class's docstring, for `help`."""
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.__doc__:
+            add_option_lines(cls, cls, cls.model_fields)
 
     @model_validator(mode="wrap")
     @classmethod

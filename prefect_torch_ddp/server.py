@@ -116,7 +116,7 @@ def _start_server(home: Path) -> None:
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
             msg = (
-                f"port {address.port} is taken by something that is no Prefect server: "
+                f"port {address.port} is used by something that isn't a Prefect server: "
                 "stop it, or set PREFECT_API_URL"
             )
             raise ServerError(msg)

@@ -1,6 +1,6 @@
 """Attempts of a run: the claim that fences older ones off, where each resumed, and its files.
 
-Those are its record where it failed, and what `ctx.save` wrote to its results: each attempt has
+Those are its record if it failed, and what `ctx.save` wrote to its results: each attempt has
 its own, so that a late one can't replace a newer one's.
 """
 

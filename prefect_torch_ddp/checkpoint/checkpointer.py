@@ -95,7 +95,7 @@ class Checkpointer:
     is no barrier: each rank reports to rank 0 what it wrote, and rank 0 commits.
     """
 
-    def __init__(  # noqa: PLR0913 - a training's rank, its storage, and who is told
+    def __init__(  # noqa: PLR0913 - a training's rank, its storage, and its listeners
         self,
         rank: int,
         rank_store: KeyValueStore,
@@ -133,7 +133,7 @@ class Checkpointer:
         self._failure: Exception | None = None
         self._has_warned = False
         self._began_s = 0.0
-        self._unsaid = ""  # the newest checkpoint, where only the log's details show it
+        self._unsaid = ""  # the newest checkpoint, if only the log's details show it
         self._written: dict[str, str] = {}  # the digest of each object that this rank wrote last
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""

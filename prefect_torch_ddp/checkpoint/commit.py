@@ -179,7 +179,7 @@ class Committer:
                 self.storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
-        """Return the checkpoints that count, by step; sweep up what is left of all others."""
+        """Return the checkpoints that count, by step; delete the remains of all others."""
         # What a newer attempt made, since the check for one, is not ours to keep or delete.
         live = live_manifests(self.storage, self.run_id, allow_newer=True)
         known = {found.step: found for found in live if found.attempt <= self._attempt}
@@ -187,7 +187,7 @@ class Committer:
         return known
 
     def _sweep(self, manifests: Collection[Manifest], step: int) -> None:
-        """Delete what is left of checkpoints that can't become complete any more."""
+        """Delete the remains of checkpoints that can't become complete any more."""
 
         def is_over(key: str) -> bool:
             if self._is_left(key):
@@ -233,7 +233,9 @@ class Committer:
             except (CheckpointError, NewerFormatError) as error:
                 if isinstance(error.__cause__, ObjectNotFoundError):
                     continue  # it was deleted since the listing
-                logger.warning("%s is left as it is, with all that belongs to it: %s", key, error)
+                logger.warning(
+                    "%s is left as it is, with everything that belongs to it: %s", key, error
+                )
                 owners.add(owner)
                 with suppress(ObjectNotFoundError, DamagedObjectError):
                     texts.append(self.storage.read(key))

@@ -112,7 +112,7 @@ def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     apart = {}
     for name, value in state.items():
         if not is_plain(value):  # of a subclass the memory may be none, or mean something else
-            msg = f"{name!r} in its state is a {type(value).__name__} and no plain, dense tensor"
+            msg = f"{name!r} in its state is a {type(value).__name__}, not a plain, dense tensor"
             raise TypeError(msg)
         tensor = value.detach().resolve_conj().resolve_neg().contiguous()
         memory = tensor.untyped_storage().data_ptr()

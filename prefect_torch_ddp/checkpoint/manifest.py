@@ -146,7 +146,7 @@ def live_manifests(
 ) -> list[Manifest]:
     """Return the manifests that no newer attempt superseded, by step and attempt.
 
-    A step is there twice where an attempt made the checkpoint again that it resumed from. Damaged
+    A step is there twice if an attempt made the checkpoint again that it resumed from. Damaged
     ones are left out with a warning, which is added to `faults`. `allow_newer` leaves out those
     of a newer format too: only for who deletes, and then deletes nothing of theirs.
 

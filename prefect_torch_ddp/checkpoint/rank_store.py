@@ -147,7 +147,7 @@ def mean_metrics(
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Return each metric's mean over the ranks that reported it last, and when that was.
 
-    By samples, where some are known; else each rank counts the same, as `read_metrics` has it.
+    By samples, if some are known; otherwise each rank counts the same, as `read_metrics` has it.
     """
     values: dict[str, float] = {}
     intervals: dict[str, tuple[int, int]] = {}

@@ -95,7 +95,7 @@ def publish_written(
     """Publish a dataset whose files are in the storage already; return what the storage holds.
 
     What is published already stays. Files of the dataset that its manifest doesn't name are
-    removed: those of killed writers, or these where another publisher was faster.
+    removed: those of killed writers, or these if another publisher was faster.
 
     Args:
         storage: has the files.

@@ -163,8 +163,8 @@ class SeededDataset(Dataset[Any]):
         seed: of the training.
         seed_samples: which generators are seeded.
         seeds_here: in the rank's own process too.
-        stands_in: fetch another sample where nothing of a batch can be read.
-        gathers: take a TensorDataset's batches from its tensors at once; only where collate_fn is
+        stands_in: fetch another sample if nothing of a batch can be read.
+        gathers: take a TensorDataset's batches from its tensors at once; only if collate_fn is
             default_collate.
     """
 

@@ -225,7 +225,7 @@ class RankLoader:
         """Yield this rank's batches of one exact pass, for evaluation or your own loop.
 
         A pass has the order and augmentation of `epoch`, which advances when the second batch is
-        requested: a rank that looks at a first batch alone keeps the order of the others. After a
+        requested: a rank that looks only at a first batch keeps the order of the others. After a
         restart it is 0 again: your own loop tracks its epoch, and sets `epoch` to it.
 
         Ranks may yield different numbers of batches, since some may have an empty share of the
@@ -305,7 +305,7 @@ class RankLoader:
         had = self.batches.num_samples
         if not is_sharded(self.dataset) and (has := count_samples(self.dataset)) < had:
             what = f"the dataset has {has} samples now and had {had} when ctx.loader was called"
-            msg = f"{what}; it may grow, of which nothing is used, but not shrink"
+            msg = f"{what}; it must not shrink; it may grow, but added samples aren't used"
             raise InvalidParamsError(msg)
         self._sampler.plan = (epoch, start_batch, stand_ins)
         self._generator.manual_seed(mix_seed(self.batches.seed, epoch))

@@ -25,7 +25,7 @@ _File: TypeAlias = tuple[int, int]
 class OwnFiles:
     """The `worker_init_fn` of a loader: gives a worker files of its own, then calls the user's.
 
-    Files that can be written are left alone: processes that write to one file need its common end.
+    Files that can be written are skipped: processes that write to one file need its common end.
 
     Args:
         and_then: the user's.
@@ -88,9 +88,9 @@ def _reopen(fd: int, place: int) -> None:
         own = os.open(FDS / str(fd), flags)
     except OSError as error:
         logger.warning(
-            "a loader's worker processes share their place in %s, which can't be opened again "
-            "(%s): a dataset that reads it gets other samples' bytes; have it open the file when a "
-            "worker first reads",
+            "a loader's worker processes share the read position of %s, which can't be opened "
+            "again (%s): a dataset that reads it gets other samples' bytes; have it open the "
+            "file when a worker first reads",
             (FDS / str(fd)).readlink(),
             error,
         )

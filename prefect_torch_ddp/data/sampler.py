@@ -38,7 +38,7 @@ class BatchShare(NamedTuple):
     is_last: bool
     """Whether this is the epoch's last global batch."""
     samples: tuple[int, ...] = ()
-    """Ids of the samples that count on this rank; only where a ledger is kept."""
+    """Ids of the samples that count on this rank; only if a ledger is kept."""
     num_skipped: int = 0
     """How many of `num_local` were left out, because they can't be read."""
 
@@ -104,7 +104,7 @@ class OwnOrder:
         if values.ndim != 1 or not len(values) or not np.issubdtype(values.dtype, np.integer):
             what = f"{type(given).__name__} of {values.dtype} {list(values.shape)}"
             says = "order of ctx.loader has to return the indices of an epoch's samples"
-            msg = f"{says}, some whole numbers in a list, an array or a tensor, not a {what}"
+            msg = f"{says}, as whole numbers in a list, an array or a tensor, not a {what}"
             raise InvalidParamsError(msg)
         wrong = np.flatnonzero((values < 0) | (values >= self.num_samples))
         if len(wrong):
@@ -305,7 +305,7 @@ class ShareSampler(Sampler[BatchKeys]):
     Args:
         batches: the global batches.
         shares: which of each the rank holds.
-        num_workers: the DataLoader's, where the dataset looks ahead; else None.
+        num_workers: the DataLoader's, if the dataset looks ahead; otherwise None.
     """
 
     def __init__(self, batches: GlobalBatches, shares: RankShares, num_workers: int | None) -> None:
@@ -356,7 +356,7 @@ class VirtualShare:
 
 def _refuse(*_: object) -> NoReturn:
     msg = (
-        "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take "
+        "determinism='elastic' splits the batch by virtual ranks: don't use it directly, but take "
         "each piece from `for piece, weight in ctx.micro_batches(batch):` and call backward on "
         "its weighted loss"
     )

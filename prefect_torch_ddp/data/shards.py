@@ -16,7 +16,7 @@ from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024
-"""Samples that are in memory at a time, where the dataset doesn't say `shuffle_buffer`."""
+"""Samples that are in memory at a time, if the dataset doesn't set `shuffle_buffer`."""
 
 _SHARDS, _BLOCK, _DRAWS = range(3)
 

@@ -138,7 +138,7 @@ def _is_column(value: object) -> bool:
 def _is_table(dataset: object) -> bool:
     """Tell whether it is a Dataset of Hugging Face's, whose rows are in a table of Arrow.
 
-    Its fingerprint tells nothing: of equal datasets it differs where a function that made them
+    Its fingerprint tells nothing: of equal datasets it differs if a function that made them
     can't be pickled, or files have other dates.
     """
     is_theirs = type(dataset).__module__.partition(".")[0] == "datasets"

@@ -178,7 +178,7 @@ class TimeBudget:
     def _say_once(self) -> None:
         if not self._has_said:
             self._has_said = True
-            gets = f"it gets {STORAGE_LIMIT_S:g} s to take what is left to put on record"
+            gets = f"it has {STORAGE_LIMIT_S:g} s for the records that are left"
             self._say(f"the storage has not answered for {STORAGE_QUIET_S:g} s: {gets}")
 
 

@@ -33,8 +33,8 @@ def refuse_held_resources(resources: Mapping[str, float]) -> None:
     if both:
         amounts = ", ".join(f"{name}={amount:g}" for name, amount in both.items())
         holds = f"the task that runs the gang itself holds {amounts} of worker {worker.address}"
-        do = "leave dask.annotate(resources=...) out where you submit the task"
-        msg = f"{holds}, which its ranks could wait for without end; {do}: the gang reserves them"
+        do = "submit the task without dask.annotate(resources=...)"
+        msg = f"{holds}, and its ranks might wait for them forever; {do}: the gang reserves them"
         raise InvalidParamsError(msg)
 
 

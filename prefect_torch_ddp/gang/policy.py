@@ -116,7 +116,7 @@ def decide(failure: Failure, before: FailureRecord | None, left: int) -> Decisio
         return Decision(Action.RAISE, why_not, is_final=True)
     if left <= 0:
         return Decision(Action.RAISE, "all tries are used up")
-    return Decision(Action.RESTART, "another try may end better")
+    return Decision(Action.RESTART, "another attempt may succeed")
 
 
 def record_of(error: GangError, attempt: int, world_size: int, moved_at: int = 0) -> FailureRecord:

@@ -189,7 +189,7 @@ class Restarts:
         found = budget.spend_on(lambda: self._remember(record))
         before, trouble = found or (None, "the storage was silent for too long")
         if trouble:
-            what = f"the failure of attempt {record.attempt} could not be put on record"
+            what = f"the failure of attempt {record.attempt} could not be recorded"
             self._say(f"{what}: {trouble}")
         return before
 

@@ -64,4 +64,4 @@ async def _warm(client: Client, preload: Preload) -> None:
 
 def _note(done: "Future[None]") -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        logger.info("the cluster's workers are not warmed: %r", error)
+        logger.info("the cluster's workers could not be warmed up: %r", error)

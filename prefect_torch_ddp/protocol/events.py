@@ -46,14 +46,14 @@ class FailureRecord:
     summary: str
     """One line for people."""
     fingerprint: str | None
-    """Type and text of the exception; None where another attempt may well go better, e.g. after
+    """Type and text of the exception; None if another attempt may succeed, e.g. after
     a kill or an OSError."""
     step: int | None
-    """The optimizer step it failed in; None before the first, or where steps aren't known."""
+    """The optimizer step it failed in; None before the first, or if steps aren't known."""
     time: float = field(default_factory=time.time, compare=False)
     """When it was known to have failed, in Unix seconds."""
     is_move: bool = False
-    """Whether it is no failure: all saved, and the gang goes on elsewhere or with more ranks."""
+    """Whether it is no failure: all saved, and the gang continues elsewhere or with more ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Hang:
     summary: str
     """One line for people: who did not arrive, where it is, and who waits for it."""
     ranks: tuple[int, ...]
-    """Those that the others wait for; all of them where each waits for another."""
+    """Those that the others wait for; all of them if each waits for another."""
     hosts: tuple[str, ...]
     """Theirs, in the same order."""
     step: int
@@ -84,7 +84,7 @@ class LogLine:
     logger: str = ""
     """Name of the rank's logger; empty for a printed line."""
     ranks: tuple[int, ...] = ()
-    """All that wrote it, where several did within a second; the first of them is `rank`."""
+    """All ranks that wrote it, if several did within a second; the first of them is `rank`."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Heartbeat:
     armed: bool = False
     """Whether it has shown that it makes progress: entered `steps`, or reported."""
     uses_gpu: bool = False
-    """Whether it has initialized CUDA: work may go on there while all its threads wait."""
+    """Whether it has initialized CUDA: work may continue there while all its threads wait."""
 
     @classmethod
     def from_page(cls, page: bytes) -> Self:

@@ -99,7 +99,7 @@ class AgentReport:
     store_port: int = 0
     occupant: Occupant | None = None
     why_ended: str = ""
-    """Set where the agent ended its ranks by itself: it lost its caller, or its worker closes."""
+    """Set if the agent ended its ranks by itself: it lost its caller, or its worker closes."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     """Of the agent's ranks, if they are watched."""
 
@@ -117,6 +117,6 @@ class StartOrder:
     payload: bytes
     """cloudpickle of (fn or import string, args, kwargs): opened by ranks and by nobody else."""
     progress_timeout_s: float | None = None
-    """Set where the ranks' progress is watched."""
+    """Set if the ranks' progress is watched."""
     logs: bytes = b""
     """Pickle of the LogFolder where the ranks' lines are kept; empty: nowhere."""

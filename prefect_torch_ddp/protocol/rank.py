@@ -82,7 +82,7 @@ def _prefixes() -> tuple[Path, Path]:
 
 SAFE_LIBRARIES = ("PIL", "torchvision")
 """Libraries that a fork server may import for any gang. Their import starts no thread, opens no
-file, draws nothing, leaves CUDA alone and reads none of the variables that are each rank's own;
+file, draws nothing, doesn't touch CUDA and reads none of the variables that are each rank's own;
 `test_safe_libraries_leave_a_fork_server_fit` checks it."""
 
 
@@ -173,7 +173,7 @@ class RankFiles:
     store: int | None = None
 
     def own(self) -> tuple[int, ...]:
-        """Return those that the rank finds by number, beside its standard streams."""
+        """Return those that the rank finds by number, in addition to its standard streams."""
         return (self.launch, self.events, self.outcome, self.control, self.heartbeat)
 
     def sent(self) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ class ForkServerAnswer(_Message):
     """The fork server's answer to an order, and its first word when it is ready."""
 
     pid: int = 0
-    """What was forked; 0 where nothing was."""
+    """What was forked; 0 if nothing was."""
     status: int = 0
     """How a reaped process ended: its exit code, or the negated number of the signal."""
     unfit: str | None = None

@@ -59,7 +59,7 @@ class ContextParts:
         self.tracked: dict[str, Any] = {}
         self.folder = folder
         if config.is_elastic:
-            _ = self.gradients  # from now on torch computes alike
+            _ = self.gradients  # from now on torch computes deterministically
         self.reporter = Reporter(config, info, self.replay, self.link, self.tracked, self._trouble)
         self.temporary: TemporaryDirectory[str] | None = None
         self._device = device

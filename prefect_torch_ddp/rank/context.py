@@ -108,7 +108,7 @@ class RankContext:
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
         # Not what the caller asks of only one rank, before `steps` has met it: code that left its
-        # loop then would end as one that is done, while the gang was to go on with more ranks.
+        # loop then would end as one that is done, while the gang was to continue with more ranks.
         return self._progress.has_stopped or (self.world_size == 1 and self._requests.wants_stop)
 
     @property
@@ -577,7 +577,7 @@ class RankContext:
         Args:
             reason: written to the log.
         """
-        logger.info("asks to stop after step %d: %s", self.step, reason)
+        logger.info("requests a stop after step %d: %s", self.step, reason)
         self._requests.ask_to_stop()
 
     def save(self, path: str, data: bytes | str) -> None:

@@ -80,7 +80,7 @@ class Claim:
 def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
     """Return the backend that all ranks of the gang take; each has to call this.
 
-    `auto` is gloo for all where NCCL can't work: a rank without CUDA, or several on one device.
+    `auto` is gloo for all if NCCL can't work: a rank without CUDA, or several on one device.
     Then `nccl` is a RuntimeError that names the ranks, their host and its devices.
     """
     own = own_backend(launch.backend)
@@ -97,7 +97,7 @@ def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
         )
         raise RuntimeError(msg)
     if launch.place.rank == 0 and any(claim.device for claim in claims):
-        logger.warning("the ranks talk by gloo and not by NCCL: %s", reason)
+        logger.warning("the ranks communicate by gloo instead of NCCL: %s", reason)
     return "gloo"
 
 
@@ -193,13 +193,13 @@ class Interface:
     name: str
     address: str
     is_first: bool
-    """Whether it is the interface's first address, which gloo takes if given the name alone."""
+    """Whether it is the interface's first address, which gloo takes if given only the name."""
 
 
 def use_interface(launch: RankLaunch) -> None:
     """Have gloo and NCCL use the interface by which the peers know this rank.
 
-    Variables that the user set stay. Left alone, gloo takes the interface that the host's own
+    Variables that the user set stay. By default gloo takes the interface that the host's own
     name resolves to, which on Debian is loopback.
     """
     several_hosts = launch.shape.num_nodes > 1
@@ -276,7 +276,7 @@ def _pin_gloo(address: str) -> None:
     """Have every gloo group of this process use one address of an interface that has several.
 
     GLOO_SOCKET_IFNAME can't: gloo takes the first address there, which may be of another
-    network, or an IPv4 one where the ranks are known by IPv6.
+    network, or an IPv4 one if the ranks are known by IPv6.
     """
     plain = dist.ProcessGroupGloo
 

@@ -127,7 +127,7 @@ class HeartbeatWriter:
     def seconds(self) -> dict[str, float]:
         """Return the time since the launch by phase, and what of it was waiting for peers.
 
-        Without the last if that isn't known: on one rank, or where a GPU computes.
+        Without the last if that isn't known: on one rank, or if a GPU computes.
         """
         spent_ns = list(self._spent_ns)
         spent_ns[self._words[PHASE]] += _now_ns() - self._since_ns

@@ -52,7 +52,7 @@ def resolve(reference: str) -> Any:
 
 
 def default_to_fork() -> None:
-    """Have DataLoader workers forked where the user chooses no start method.
+    """Have DataLoader workers forked if the user chooses no start method.
 
     From Python 3.14 on they would be started by a fork server, which a dataset defined in a
     script or a notebook can't reach. Not set_start_method: the user's own call would raise.

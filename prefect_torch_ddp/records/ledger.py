@@ -275,7 +275,7 @@ class _Found:
     def _is_past(self, epoch: int, loop: LoopLine) -> bool:
         """Tell whether the loop came to a later epoch, and so must be through with this one.
 
-        Only where the user leaves the loop, or it ends, is an epoch cut off.
+        Only if the user leaves the loop, or it ends, is an epoch cut off.
         """
         if any(line.loop == loop.loop and line.epoch > epoch for line in self.ends):
             return True

@@ -157,7 +157,7 @@ class RecordLog:
                 is_failing = False
             except Exception as error:  # noqa: BLE001 - close() raises what lasts
                 if not is_failing:
-                    text = "records can't be written to %s, and are kept to try again: %s"
+                    text = "records can't be written to %s; they are kept, to be written later: %s"
                     logger.warning(text, self._next_key, error)
                 is_failing = True
 
@@ -295,8 +295,8 @@ def next_interval_s(interval_s: float, age_s: float) -> float:
     """Return how long to wait for the next part, after such an interval at such an age.
 
     1, 2, 4 ... 30 seconds, later a 64th of the log's age, at most five minutes: a short run
-    shows its records soon, and a day leaves some 440 objects a rank, beside one for each
-    checkpoint.
+    shows its records soon, and a day leaves some 440 objects a rank, in addition to one
+    for each checkpoint.
     """
     longer_s = min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S)
     return min(2 * interval_s, max(interval_s, LONG_INTERVAL_S, longer_s))

@@ -154,7 +154,7 @@ def reported(records: Records) -> Records:
 
 
 def first_steps(records: Records) -> dict[int, tuple[bool, int]]:
-    """Return of every attempt whether it has records of no step alone, and its first step.
+    """Return of every attempt whether it has only records without a step, and its first step.
 
     What one reports before its first step bears the step it resumed from, and must not supersede
     it; it is of no samples. Of two parts of an attempt's records the smaller such pair is that of

@@ -76,7 +76,7 @@ class RankLogWriter:
         self.end()
         self._closing.join(timeout_s)
         if self._closing.is_alive():
-            return f"{self._where} has not taken the last of it for {timeout_s:.0f} s"
+            return f"{self._where} has not taken the last lines for {timeout_s:.0f} s"
         lost = f"the storage was too slow for {self._num_lost:,} lines" if self._num_lost else ""
         return self._trouble or lost
 

@@ -40,7 +40,7 @@ class AttemptRecord(Result):
     began: AwareDatetime
     """When its workers were reserved."""
     ended: AwareDatetime | None = None
-    """None while it trains, and where the process that ran it was killed."""
+    """None while it trains, and if the process that ran it was killed."""
     step: int | None = None
     """The optimizer step it failed in, or was at last; None before the first."""
     cause: str = ""
@@ -77,7 +77,7 @@ class RunRecord(Result):
     options: Mapping[str, Any] = {}
     data_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
-    """Of the call, where a `ddp_task` was called with some."""
+    """Of the call, if a `ddp_task` was called with some."""
     seed: int = 0
     weights_from: str | None = None
     """The run whose weights this one began with, by `resume_from="best"`."""
@@ -143,7 +143,7 @@ class RunRecord(Result):
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from its begin to its end, with all that lies between its attempts."""
+        """Seconds from its begin to its end, with everything that lies between its attempts."""
         return None if self.ended is None else (self.ended - self.began).total_seconds()
 
 

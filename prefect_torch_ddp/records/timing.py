@@ -89,7 +89,7 @@ def newest_lines(storage: Storage, run_id: str) -> list[TimingLine]:
 def waiting_cost(lines: Sequence[TimingLine]) -> tuple[TimingLine | None, float]:
     """Return the rank that the others wait for, and which share of the loop it costs them, 0 to 1.
 
-    It waits least: its own share of waiting is what the exchange of gradients takes. None where
+    It waits least: its own share of waiting is what the exchange of gradients takes. None if
     waiting isn't known, or not for long enough.
     """
     known = [

@@ -88,7 +88,7 @@ def storage_at(place: "Storage | str | os.PathLike[str]") -> Storage:
         uri = os.fspath(place)
     except TypeError as error:
         kind = type(place).__name__
-        msg = f"a {kind} is no storage; give a path, a URI, or an object whose class is a Storage"
+        msg = f"a {kind} isn't a storage; give a path, a URI, or an object whose class is a Storage"
         raise InvalidParamsError(msg) from error
     return storage_from_uri(uri)
 

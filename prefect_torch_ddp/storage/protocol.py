@@ -3,7 +3,7 @@
 To add a storage, answer the six abstract questions of `Storage` in a frozen, picklable class, and
 name its URI scheme: CONTRIBUTING.md says how. The other questions have answers here. Nobody
 outside this folder asks which class a storage has: a new difference between storages is a new
-question, with an answer here for all that don't have it.
+question, with an answer here for all storages that don't have it.
 """
 
 import hashlib

@@ -117,8 +117,8 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     one_worker = is_ours and nothing_said and _open_client() is None
     if one_worker and (params.max_world_size or 0) > params.world_size:
         msg = (
-            f"max_world_size is {params.max_world_size}, but a local cluster of the run's own has "
-            f"{params.world_size} ranks' room, world_size; name a cluster, or leave it out"
+            f"max_world_size is {params.max_world_size}, but the run's own local cluster has room "
+            f"for {params.world_size} ranks (world_size); name a cluster, or leave it out"
         )
         raise InvalidParamsError(msg)
     return params.model_copy(update={"ranks_per_worker": params.world_size if one_worker else 1})

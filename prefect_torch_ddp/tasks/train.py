@@ -22,7 +22,7 @@ from prefect_torch_ddp.tracking.resume import weights_from
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect, which asks only if retries are left, whether another attempt may end better."""
+    """Tell Prefect, which asks only if retries are left, whether another attempt may succeed."""
     error: Any = state.result(raise_on_failure=False)
     return decide(TaskFailure(error), None, left=1).action is Action.RESTART
 

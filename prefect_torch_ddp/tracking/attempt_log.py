@@ -38,8 +38,8 @@ class RunAttemptLog:
         """Claim the next attempt: any at first, then the one that follows this task run's own.
 
         Raises:
-            SupersededError: the training was begun elsewhere meanwhile, since this task run was
-                taken for lost.
+            SupersededError: the training was begun elsewhere meanwhile, since this task run counted
+                as lost.
         """
         if self._own_attempt is None:
             self._own_attempt = claim_attempt(self.storage, self.run_id)

@@ -81,7 +81,7 @@ def complete_record(
             record = record.model_copy(update=changes)
             write_record(storage, record)
     except StorageError as error:
-        logger.warning("the evaluation could not be put on record: %s", error)
+        logger.warning("the evaluation could not be recorded: %s", error)
         return None
     return record
 
@@ -98,7 +98,7 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
     lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
     if record.dataset is None or lacks:
         why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
-        why = why if lacks else "it is no run of train_flow"
+        why = why if lacks else "it isn't a run of train_flow"
         msg = f"run {run_id} can't be evaluated from its record: {why}"
         raise InvalidParamsError(msg)
     params, _ = build_model(TrainParams, {**given, "seed": record.seed})

@@ -50,7 +50,7 @@ def _array(value: Any) -> str | None:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None  # made of others
         whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        flat = whole.reshape(-1)  # which alone would keep a single dimension's stride
+        flat = whole.reshape(-1)  # which by itself would keep a single dimension's stride
         content, about = flat.view(torch.uint8).numpy().data, value.requires_grad
     elif numpy and type(value) is numpy.ndarray and not value.dtype.hasobject:
         content, about = value.tobytes(), ""

@@ -23,7 +23,7 @@ def record_finished(storage: Storage, run_id: str, report: TrainingSummary) -> N
         values = from_json(report.model_dump_json())
         storage.write(finished_key(run_id), FINISHED.to_bytes(values))
     except StorageError as error:
-        words = "that the training has finished could not be put on record: %s"
+        words = "the end of the training could not be recorded: %s"
         get_run_logger().warning(words, error)
 
 
@@ -42,7 +42,7 @@ def finished_training(storage: Storage, run_id: str) -> TrainingSummary | None:
     except ObjectNotFoundError:
         return None
     except (CheckpointError, *DAMAGE) as error:
-        words = "the record of a finished training doesn't count, it is run again: %s"
+        words = "the record of a finished training isn't valid, so the training runs again: %s"
         get_run_logger().warning(words, error)
         return None
     return report

@@ -66,7 +66,8 @@ class _ImportReader:
 def _is_among_packages(place: str) -> bool:
     """Whether a module lies in another Python's packages, as of a cluster's environment modules.
 
-    To read all that such a package imports takes minutes, in which the run would have no page.
+    To read everything that such a package imports takes minutes, and until then the run would have
+    no page.
     """
     return not PACKAGE_FOLDERS.isdisjoint(Path(place).parts)
 

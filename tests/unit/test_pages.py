@@ -13,10 +13,17 @@ import pytest
 
 import prefect_torch_ddp
 import prefect_torch_ddp.data
-from prefect_torch_ddp import CheckpointParams, TrainParams, ddp_task, run_gang
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    Params,
+    TrainParams,
+    ddp_task,
+    run_gang,
+)
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, DatasetManifest
-from prefect_torch_ddp.option_lines import option_lines
+from prefect_torch_ddp.option_lines import default_of, option_lines
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.rank.training.loop_progress import Position
@@ -138,6 +145,15 @@ def test_help_of_a_level_lists_its_options() -> None:
         assert found[1] == default
         assert all(f" {name}: " in text for name in GangOptions.__annotations__)
     assert all(f" {name}: " in texts[1] for name in TaskParams.model_fields)
+
+
+@pytest.mark.parametrize("model", [TrainParams, CheckpointParams, ClusterParams])
+def test_help_of_parameters_lists_them(model: type[Params]) -> None:
+    """`help(TrainParams)` has each parameter with its default, and the run form has it once."""
+    text = " ".join(str(inspect.getdoc(model)).split())
+    for name, field in model.model_fields.items():
+        assert re.search(rf" {name}: .*? Default: {re.escape(default_of(field))}\.", text), name
+    assert "Options:" not in model.model_json_schema()["description"]
 
 
 def test_a_line_of_an_option_says_its_unit_default_and_meaning() -> None:

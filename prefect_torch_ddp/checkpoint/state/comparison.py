@@ -109,8 +109,8 @@ def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool
         key = next(key for key in [*own, *other] if own.get(key) != other.get(key))
         what = (
             f"the state of the tracked object {name!r} differs between the ranks: {key or 'it'} on "
-            f"rank {rank} isn't as on rank 0, and a resumed run gives every rank rank 0's. Make "
-            "and update it in the same way on every rank; or, if each rank's state is its own, "
+            f"rank {rank} isn't as on rank 0. On resume every rank would get rank 0's state. Make "
+            "and update it in the same way on every rank. If each rank needs its own state, "
             f"call ctx.track_each({name}=...) instead of ctx.track"
         )
         if is_proved and is_first:
@@ -122,7 +122,7 @@ def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool
 def _refuse_drifted(
     name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], places: Sequence[str]
 ) -> None:
-    """Raise ReplicasDifferError where ranks that compute on the same have other weights."""
+    """Raise ReplicasDifferError if ranks that compute on the same have other weights."""
     odd: dict[int, list[int]] = {}  # ranks by the tensor
     for i in sorted(own.trained):
         for place in dict.fromkeys(places):

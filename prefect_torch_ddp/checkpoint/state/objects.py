@@ -115,7 +115,7 @@ def _map_state(file: BinaryIO, storage: Storage, manifest: Manifest, item: Manif
 def is_local(file: BinaryIO) -> bool:
     """Return whether a file is known to be on a file system of this machine (on Linux only).
 
-    One mapped from elsewhere ends the process by SIGBUS where its server fails.
+    One mapped from elsewhere ends the process by SIGBUS if its server fails.
     """
     with suppress(OSError):
         # Not the file's own device, which is none of the mounted where an overlay has layers on
@@ -162,7 +162,7 @@ def _explained(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
         raise
     except Exception as error:  # torch refuses in every way
         if isinstance(error, MemoryError | OSError) or _SHORTAGE.search(str(error)):
-            raise  # the object is whole: an older checkpoint must not be taken for that
+            raise  # the object is whole: an older checkpoint must not be taken instead
         reason = f"is what was written, and torch {torch.__version__} can't read it: {error}"
         remedy = "install the torch that wrote it, or a newer one"
         msg = f"{_unreadable(manifest, item, reason)}; {remedy}"

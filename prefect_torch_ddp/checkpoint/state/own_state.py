@@ -51,8 +51,8 @@ def find_own(manifest: Manifest, name: str, item: OwnState) -> ManifestObject | 
         return None
     msg = (
         f"{name!r} was tracked by ctx.track_each on {manifest.world_size} ranks, and here are "
-        f"{item.world_size}: no state is theirs. Resume on {manifest.world_size} ranks, or let "
-        "these states start over by ctx.track_each(on_other_world_size='begin', ...)"
+        f"{item.world_size}: the states fit no rank. Resume on {manifest.world_size} ranks, or "
+        "start the states over with ctx.track_each(on_other_world_size='begin', ...)"
     )
     raise CheckpointError(msg)
 

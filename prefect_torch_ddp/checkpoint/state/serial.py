@@ -257,10 +257,9 @@ def _renamed(state: Any, old: str, new: str) -> Any:
 
 
 def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a nest of dicts, lists and tuples, each tensor replaced and all else copied deeply.
+    """Copy a nest of dicts, lists and tuples, each tensor replaced and the rest copied deeply.
 
-    NumPy's numbers and texts become Python's, which is all that `torch.load(weights_only=True)`
-    takes.
+    NumPy's numbers and texts become Python's: `torch.load(weights_only=True)` takes no others.
     """
     kind = type(state)
     if kind in PYTHONS:

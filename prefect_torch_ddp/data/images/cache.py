@@ -154,7 +154,7 @@ class CacheFolder:
         return data
 
     def put(self, arrived: Sequence[tuple[ObjectPart, bytes]]) -> None:
-        """Keep what there is room for; where nothing can be written, warn once."""
+        """Keep what there is room for; if nothing can be written, warn once."""
         # Another process may have been faster; what can't fit must not push out all the rest.
         new = [
             (name, data)

@@ -220,7 +220,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             raise error
         self.num_skipped += 1
         if is_all:
-            msg = f"no image of a batch is left, all were to be skipped; the last one: {error}"
+            msg = f"every image of a batch had to be skipped; the last one: {error}"
             raise CorruptImageError(msg) from error
         if self.num_skipped.bit_count() == 1:  # 1, 2, 4, 8, ...: so many don't fill the log
             logger.warning(

@@ -158,7 +158,7 @@ def index_images(
 
     Classes are the folders of the first level, sorted; a folder is there when anything is in
     it, or its marker (`cats/`). Images are files at any depth, of one class sorted by folder
-    and name. Files beside the class folders don't count. Keys are relative to the dataset's
+    and name. Files next to the class folders don't count. Keys are relative to the dataset's
     root, which errors call `where`.
 
     Raises:

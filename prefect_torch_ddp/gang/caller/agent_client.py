@@ -46,7 +46,7 @@ class AgentClient:
     """Talks to one agent.
 
     Every call raises AgentLostError once the worker is gone or was silent too long, and
-    SchedulerLostError where the scheduler is.
+    SchedulerLostError if the scheduler is.
     """
 
     client: Client
@@ -161,7 +161,7 @@ class AgentClient:
     async def _ask(self, known_state: AgentState, wait_s: float, order: bytes = b"") -> AgentReport:
         """Poll once, through the scheduler.
 
-        Raises NoAnswerError where the worker can't be reached or lacks the handler, GangError where
+        Raises NoAnswerError if the worker can't be reached or lacks the handler, GangError if
         that fails.
         """
         if self.client.scheduler is None:

@@ -46,7 +46,7 @@ class Growth:
     sink: Callable[[GangEvent], None]
     wanted: WorkersWanted
     why: str = ""
-    """Why the ranks were told to stop, once they were."""
+    """Why the ranks were asked to stop, if they were."""
     _said: str = ""
     _has_saved: bool = False
     _is_ending: bool = False
@@ -73,7 +73,7 @@ class Growth:
                 self._say(str(error))
             if size > self.num_now and not self._is_ending:
                 self.why = f"there are workers for {size} ranks instead of {self.num_now}"
-                text = f"{self.why}: the ranks stop and save, to go on with those"
+                text = f"{self.why}: the ranks stop and save, to continue with those"
                 self.sink(LogLine(NO_RANK, logging.INFO, text))
                 return
             await asyncio.sleep(LOOK_EVERY_S)

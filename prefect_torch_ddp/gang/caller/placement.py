@@ -36,7 +36,7 @@ class GangSize:
     divides: int | None = None
     """A number that every size divides; None: any size will do."""
     grown: int | None = None
-    """How many it may have where workers are free; None: no more than the most."""
+    """How many it may have if workers are free; None: no more than the most."""
     is_growing: bool = False
     """Whether it paused in order to grow; it then starts with the workers that are free now."""
 

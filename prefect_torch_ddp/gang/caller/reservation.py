@@ -58,7 +58,7 @@ class GangReservation:
 
         The times are a monotonic clock's: since when the gang waits for slots, and until when.
 
-        Returns False when the gang has to be placed anew: a more senior gang waits for one of
+        Returns False when the gang has to be placed again: a more senior gang waits for one of
         its workers, enough others have become free, or another took one that it wanted only as
         long as it was free. Raises NotEnoughWorkersError, which says who held them, past the
         deadline.

@@ -82,8 +82,8 @@ def follow(
                 return done.result()
             lines.take(event)
     except BaseException as error:
-        # Not the gang's own end: the ranks get their time to stop before the error goes on. A
-        # second Ctrl-C ends that.
+        # Not the gang's own end: the ranks get their time to stop before the error is raised
+        # again. A second Ctrl-C ends that.
         if not done.done() and stop.set(loop, f"{type(error).__name__} in its caller"):
             over.wait(stop.grace_s + END_TIMEOUT_S)
             _log_the_end(done, events, lines, on_event)
@@ -92,7 +92,9 @@ def follow(
         if not done.done():
             done.cancel()
             if not over.wait(END_TIMEOUT_S):
-                rank_logger.error("the gang was not over %g s after its caller left", END_TIMEOUT_S)
+                rank_logger.error(
+                    "the gang had not ended %g s after its caller left", END_TIMEOUT_S
+                )
 
 
 def _obey(why: str, stop: StopSwitch, loop: asyncio.AbstractEventLoop) -> None:

@@ -169,7 +169,7 @@ class Supervisor:
             raise error_for([cause], attempt)
 
     def _raise_if_stopped(self, stop: StopSwitch) -> None:
-        """Raise where the training stopped early: no success, and no failure's consequence."""
+        """Raise if the training stopped early: no success, and no failure's consequence."""
         plan, stopped = self._plan, self._stopped
         if stop.why:
             raise cancelled(plan.name, f"by {stop.why}", stopped)
@@ -198,7 +198,7 @@ class Supervisor:
         return self._hang.has_found
 
     async def _look_for_vain_waits(self) -> None:
-        """Look at the ranks that another one's end has left behind, less and less often."""
+        """Look at the ranks that remain after another one's end, less and less often."""
         pause_s, num_ended = PROOF_S, 0
         while True:
             await asyncio.sleep(PROOF_S)
@@ -326,7 +326,9 @@ class Supervisor:
             if isinstance(error, asyncio.CancelledError) and agent.future.status != "cancelled":
                 raise
             agent.is_lost = isinstance(error, AgentLostError)
-            msg = f"worker {address} was lost after its ranks had returned, with their values"
+            msg = (
+                f"worker {address} was lost after its ranks had returned, and their values with it"
+            )
             raise WorkerLostError(msg) from error
         if not part:
             msg = f"the agent on {address} was cancelled from outside"

@@ -45,7 +45,7 @@ def agent_key(token: str) -> str:
 def run_agent(reservation: Reservation) -> tuple[bytes, ...]:
     """Hold the worker's slot and run the ranks that the caller orders; return their values.
 
-    Returns none where the gang ended early; raises AgentRefusedError where Dask runs it again.
+    Returns none if the gang ended early; raises AgentRefusedError if Dask runs it again.
     """
     worker = get_worker()
     gang, name = repr(reservation.gang_name), reservation.worker
@@ -122,7 +122,7 @@ class _Agent:
                 failure = RankFailure(place.rank, place.host, 0, "start", why, exception_type=kind)
                 self._box.post(failure)
                 return False
-        # Taken on every worker, so that no later gang says them; hosts are alike: one says it.
+        # Taken on every worker, so that no later gang says them; hosts are the same: one says it.
         notes = client.take_notes(order.launches[0].preload)
         for note in notes if self._store is not None else ():
             self._box.post(LogLine(NO_RANK, logging.INFO, note))
@@ -141,7 +141,7 @@ class _Agent:
         return folder
 
     def _attend(self, probe: ProgressProbe) -> bool:
-        """Pass on ranks' events until all have left; False where the gang must end before."""
+        """Pass on ranks' events until all have left; False if the gang must end before."""
         while not all(rank.child.is_reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():
@@ -251,7 +251,7 @@ class _Agent:
                     self._box.post(event)
 
     def _warn_of_kill(self, ranks: Sequence[RankProcess], when: str) -> None:
-        what = "its exit handlers or threads had not ended, and files may lack what they held back"
+        what = "its exit handlers or threads had not ended, and files may lack buffered data"
         text = f"it is killed {when}: {what}"
         for rank in ranks:
             self._box.post(LogLine(rank.place.rank, logging.WARNING, text))

@@ -33,7 +33,7 @@ class Child:
         """Watch a process that nobody reaps but this object."""
         self.pid = pid
         self.death_fd = os.pidfd_open(pid) if has_pidfd() else None
-        """Becomes readable when the process ends; None where the system has no such thing."""
+        """Becomes readable when the process ends; None if the system has no such thing."""
         self._reap = reap
         self._status: int | None = None
 
@@ -61,7 +61,7 @@ class Child:
         return self._status
 
     def kill(self) -> None:
-        """Kill the process, and all that stayed in its process group."""
+        """Kill the process, and everything that stayed in its process group."""
         if not self.is_reaped:  # from then on the number may be another group's
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -126,7 +126,7 @@ PREFECTS = re.compile(
 
 NANNYS = ("MALLOC_TRIM_THRESHOLD_", "65536")
 """With this, which Dask's nannies set for workers, each step of a training gets its large tensors'
-memory from the kernel anew, and takes a quarter longer on a CPU. Another value is the user's."""
+memory from the kernel again, and takes a quarter longer on a CPU. Another value is the user's."""
 
 
 def without_workers_own(environment: Mapping[str, str]) -> dict[str, str]:

@@ -31,7 +31,7 @@ IDLE_S = 1800.0
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Thread pools would start while libraries load; a process with threads can't fork."""
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Memory in pages of 2 MiB where the kernel leaves that to programs: to fork a process with torch,
+"""Memory in pages of 2 MiB if the kernel leaves that to programs: to fork a process with torch,
 and to end it, takes two thirds of the time. (glibc's manual, Memory Allocation Tunables.)"""
 BOOT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ class ForkServer:
 
     @classmethod
     def start(cls) -> Self:
-        """Start one with torch alone."""
+        """Start one with only torch."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module, fd = "prefect_torch_ddp.rank.process.fork_server", theirs.fileno()
         with theirs:
@@ -128,7 +128,7 @@ class ForkServer:
                 socket.send_fds(self._socket, [order.encode()], fds)
                 answer = self._receive()
         except (OSError, ForkServerUnavailableError) as error:
-            # Stopped now, it would carry the order out later, beside the rank started instead.
+            # Stopped now, it would carry the order out later, next to the rank started instead.
             self.close()
             raise ForkServerUnavailableError(str(error)) from error
         if answer.unfit:
@@ -207,7 +207,7 @@ class ForkClient:
         threading.Thread(target=warm, name="prefect-torch-ddp-warm", daemon=True).start()
 
     def begin_gang(self) -> None:
-        """Try again for the next gang what failed for want of memory or time."""
+        """Try again for the next gang what failed for lack of memory or time."""
         self._left_by_gang = set()  # without the lock, which one that loads may hold for long
 
     def take_notes(self, preload: Preload) -> list[str]:
@@ -255,7 +255,7 @@ class ForkClient:
             except (OSError, ForkServerUnavailableError) as error:
                 is_at_fault = isinstance(error, ForkServerUnfitError)
                 (self._left_to_ranks if is_at_fault else self._left_by_gang).add(name)
-                self._notes[name] = f"not loaded ahead but in each rank: {name} ({error})"
+                self._notes[name] = f"loaded in each rank and not in advance: {name} ({error})"
                 logger.info("%s", self._notes[name])
                 return False
         return True

@@ -148,7 +148,7 @@ class _Output:
 class LineCutter:
     """Turns chunks of bytes into lines, each as a terminal shows it at its end.
 
-    A carriage return begins the line anew: a progress bar is one line, not one for each update.
+    A carriage return begins the line again: a progress bar is one line, not one for each update.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class StoreSocket:
     """Listens at a free port of one address, IPv4 or IPv6, and at no other interface."""
 
     def __init__(self, host: str) -> None:
-        """Open it; raises GangError where the address isn't this machine's."""
+        """Open it; raises GangError if the address isn't this machine's."""
         with contextlib.ExitStack() as undo:
             # torch's own store listens at every address, so the number must be free at each, not
             # only at this one. A socket that is bound but doesn't listen keeps others from

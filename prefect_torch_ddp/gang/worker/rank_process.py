@@ -51,7 +51,7 @@ class RankProcess:
     """A process in its own session, which runs one rank."""
 
     def __init__(self, launch: RankLaunch, payload: bytes, logs: LogFolder | None) -> None:
-        """Start the process; raises OSError if that fails, with nothing left behind."""
+        """Start the process; raises OSError if that fails, and then leaves nothing."""
         self.place = launch.place
         rank = launch.place.rank
         writer = None if logs is None else RankLogWriter(logs, rank, launch.attempt)
@@ -259,8 +259,8 @@ def words_of_death(status: int, oom_kills: int) -> str:
         return words
     kills = "1 kill" if oom_kills == 1 else f"{oom_kills} kills"
     return (
-        f"{words}, probably for want of memory: the kernel's OOM killer reports {kills} in this "
-        "Dask worker's control group since the rank started"
+        f"{words}, probably because memory ran out: the kernel's OOM killer reports {kills} in "
+        "this Dask worker's control group since the rank started"
     )
 
 

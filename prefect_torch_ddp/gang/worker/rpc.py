@@ -1,6 +1,6 @@
 """The RPC handler of a Dask worker: it takes a caller's polls and orders over Dask's connections.
 
-It needs no port of its own, and has TLS where Dask has it.
+It needs no port of its own, and has TLS if Dask has it.
 """
 
 import os

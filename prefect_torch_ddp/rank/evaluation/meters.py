@@ -85,7 +85,7 @@ class RegressionMeter:
         """Return the report over the samples of all ranks, each of which must call it.
 
         It is the same on all ranks. Its metrics are `mae`, `rmse` and `r2`, as scikit-learn
-        defines them: the mean over the outputs. R² is left out where an output's targets are all
+        defines them: the mean over the outputs. R² is left out if an output's targets are all
         the same. With a prediction that was nan or infinite there is
         `non_finite_predictions` instead, their number.
 

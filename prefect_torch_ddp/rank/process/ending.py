@@ -58,7 +58,7 @@ def finish(inherited: Collection[str]) -> None:
         inherited: names of the modules that were there before the user's code; they stay.
     """
     for step in (flush_files, join_threads, atexit._run_exitfuncs, flush_files):  # noqa: SLF001
-        # Exit handlers report errors themselves; Python goes on after them too.
+        # Exit handlers report errors themselves; Python continues after them too.
         with contextlib.suppress(BaseException):
             step()
     atexit._clear()  # noqa: SLF001 - what handlers hold is to be freed too

@@ -102,7 +102,7 @@ def retryability_of(error: BaseException) -> Retryability:
     """Tell what an exception of a rank says about another attempt.
 
     An ImportError counts where it was raised, or where `raise ... from` names it as the cause:
-    code may look for an optional module, not find it, and go on. An OSError counts anywhere in
+    code may look for an optional module, not find it, and continue. An OSError counts anywhere in
     the chain.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):

@@ -9,7 +9,7 @@ no open file but the socket. The child leads a session of its own and dies with 
 SIGTERM and SIGINT are left to the ranks, the worker and the flow: they save and end, and this
 process with them. Signals that go to every process of a job or a service mustn't kill ranks first.
 
-The fork server is a *child subreaper*: what a dead rank leaves behind becomes its child, from
+The fork server is a *child subreaper*: what a dead rank leaves becomes its child, from
 any session, and is killed with the last rank of the gang.
 """
 
@@ -145,7 +145,7 @@ def _why_unfit() -> str | None:
 def _freeze() -> None:
     """Keep children from copying what they share with this process, or taking it apart at exit."""
     gc.freeze()
-    # Torch's alone take 30 ms of each rank's end.
+    # Only torch's take 30 ms of each rank's end.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001
         finalizer.atexit = False
 
@@ -208,7 +208,7 @@ class _Server:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._ranks.discard(pid)
         if not self._ranks:
-            _kill_children()  # what the gang's ranks left behind, in whatever session
+            _kill_children()  # what the gang's ranks left, in whatever session
         return status
 
 
@@ -269,13 +269,13 @@ def _become_rank(fds: Sequence[int], parent_pid: int) -> Callable[[], None]:
 
 
 def _reset_libraries(environment: dict[str, str]) -> None:
-    """Seed the generators anew, and give torch the rank's own number of threads."""
+    """Give the generators new seeds, and give torch the rank's own number of threads."""
     import numpy as np  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
     random.seed()
     np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
-    # Not torch.seed, which also notes the stack for CUDA's, seeded anew in each process anyway.
+    # Not torch.seed, which also notes the stack for CUDA's, seeded again in each process anyway.
     torch.default_generator.seed()
     # The libraries read OMP_NUM_THREADS when the server loaded them, where it was 1.
     wanted = environment.get("OMP_NUM_THREADS", "")

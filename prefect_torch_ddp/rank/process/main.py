@@ -64,7 +64,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
         # open, so that its peers don't fail because of it.
         link.heartbeat.enter(Phase.ENDED)
         link.wait_to_leave(None)
-    # Not sys.exit: that would take torch apart, and may hang on what a failure left behind.
+    # Not sys.exit: that would take torch apart, and may hang on what a failure left.
     os._exit(exit_code)
 
 

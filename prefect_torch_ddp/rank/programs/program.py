@@ -46,7 +46,7 @@ class Program:
 
     @property
     def step(self) -> int | None:
-        """The last step that `due` was told of; None: it wasn't called."""
+        """The last step that `due` was given; None: it wasn't called."""
         return None if self._loop is None else self._loop.step
 
     def due(self, step: object, ends_epoch: int | None) -> Due:

@@ -204,7 +204,7 @@ class ShareDDP(DistributedDataParallel):
         return super().no_sync()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
+        """Leave out what a copy registers again: the hook, whose process group can't be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["share_weights"]
         return {**state, "_comm_hooks": []}

@@ -4,7 +4,7 @@ Each rank sees the first by itself, without talking to others: a wrapped model's
 ran, or it didn't. That doesn't prove that replicas will differ, since a gradient may be the same on
 all ranks. So a step is refused only if no pass has ever summed that gradient and the user didn't
 ask for that by `no_sync`: then what `ctx.wrap` returned isn't what is trained. An unsummed pass
-after a summed one is only warned of, once, and a step within a backward pass is let alone. What
+after a summed one is only warned of, once, and a step within a backward pass isn't checked. What
 differs in the end is found by the comparison of replicas at a checkpoint, which also compares how
 many passes each step summed.
 """
@@ -34,7 +34,7 @@ class _Wrapped:
     """What a model was when it was wrapped, and what its passes were since then."""
 
     summed: frozenset[int]
-    """The ids of the parameters that its passes sum, or that it was told to ignore."""
+    """The ids of the parameters that its passes sum, or that it has to ignore."""
     ddps: WeakSet[DistributedDataParallel]
     """What `ctx.wrap` returned for it, each time, and is still alive."""
     has_summed: bool = False

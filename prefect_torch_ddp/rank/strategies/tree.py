@@ -131,7 +131,7 @@ def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
     """Return the sum over the whole tree on every rank, each of which has its leaves' branches.
 
     Each rank adds up one slice of the elements for all, and gets the others' slices: traffic as
-    of a ring all-reduce, where branches fit ranks.
+    of a ring all-reduce, if branches fit ranks.
     """
     if world_size == 1:
         ((_, total),) = tree.branches
@@ -173,6 +173,6 @@ def _total(own: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tens
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Return plain bytes, which any backend carries, on the CPU where gloo carries them."""
+    """Return plain bytes, which any backend carries, on the CPU if gloo carries them."""
     device = torch.device("cpu") if dist.get_backend() == "gloo" else values.device
     return values.contiguous().to(device).view(-1).view(torch.uint8)

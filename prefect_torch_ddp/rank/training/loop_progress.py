@@ -45,8 +45,8 @@ class Position(NamedTuple):
             position = self._at_loop(loop)
         elif self.order:
             logger.warning(
-                "the checkpoint is from a call of ctx.steps over %s, and here that call has no "
-                "loader: it begins from the start",
+                "the checkpoint is from a call of ctx.steps over %s, but now that call has no "
+                "loader: it starts from the beginning",
                 self.order,
             )
             position = self._at_loop(loop)
@@ -70,14 +70,14 @@ class Position(NamedTuple):
             position = self._at_loop(loop)
         elif self.loop_step and not self.order:
             logger.warning(
-                "the checkpoint is from a call of ctx.steps without a loader, and here that call "
-                "has one: it begins from the start"
+                "the checkpoint is from a call of ctx.steps without a loader, but now that call "
+                "has one: it starts from the beginning"
             )
             position = self._at_loop(loop)
         elif batch and self.order not in ("", order := order_of(self.epoch)):
             logger.warning(
-                "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
-                "that epoch can't be finished, the next one begins",
+                "the checkpoint is from the middle of an epoch of %s, but the loader has %s now: "
+                "that epoch can't be finished, and the next one begins",
                 self.order,
                 order,
             )
@@ -121,7 +121,7 @@ class LoopProgress:
 
     @property
     def stopped_by(self) -> StoppedBy | None:
-        """Who stopped it from outside; None where the training itself did, or nobody."""
+        """Who stopped it from outside; None if the training itself did, or nobody."""
         return None if self.ended_by == "training" else self.ended_by
 
     @property

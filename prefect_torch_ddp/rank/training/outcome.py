@@ -70,7 +70,7 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
         return None
     found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
     if found is None and warns:
-        text = "no checkpoint is the best one: none has a finite %r, as rank 0 reported it"
+        text = "there is no best checkpoint: none has a finite value of %r, as reported by rank 0"
         logger.warning(text, policy.best_metric)
     return found
 

@@ -83,9 +83,9 @@ class Replay:
         if not (position.stopped_early or had_ended):
             msg = (
                 f"the training was resumed in call {position.loop + 1} of ctx.steps, and the "
-                f"function {did} after {num_calls}: the code after finished calls runs again, and "
-                "decided otherwise. Use one call with epochs=N and ctx.epoch_ended, or track what "
-                "the decision depends on and pass over finished calls"
+                f"function {did} after {num_calls}: the code after finished calls ran again, and "
+                "decided differently. Use one call with epochs=N and ctx.epoch_ended, or track "
+                "the values that the decision depends on and skip finished calls"
             )
             raise InvalidParamsError(msg)
 
@@ -96,9 +96,9 @@ class Replay:
         if is_met or self.numbers.is_at_end:
             return
         logger.warning(
-            "the checkpoint was asked for after call %d of ctx.steps, and on resume it was not "
-            "asked for again: what the code after that call changed in tracked objects afterwards "
-            "is undone; ask for it unconditionally, or in the loop: "
+            "the checkpoint was requested after call %d of ctx.steps, but not again on resume: "
+            "changes of tracked objects by the code after that call are undone. Request the "
+            "checkpoint unconditionally, or in the loop: "
             "ctx.checkpoint(force=ctx.epoch_ended)",
             loop + 1,
         )

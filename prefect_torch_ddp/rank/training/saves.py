@@ -1,6 +1,6 @@
 """When a checkpoint is due: one decision, which every save in a loop asks, and its interval.
 
-Both are pure: `due` decides for one moment, `next_interval_s` how often time alone makes one due.
+Both are pure: `due` decides for one moment, `next_interval_s` how often time makes one due.
 """
 
 import logging

@@ -143,7 +143,7 @@ def _points(step: int, *, is_last: bool) -> tuple[int, int]:
 
 
 class Termination:
-    """SIGTERM during a loop, as on a preempted machine; never where the user handles it himself."""
+    """SIGTERM during a loop, as on a preempted machine; never if the user handles it himself."""
 
     def __init__(self) -> None:
         """Start without a note."""

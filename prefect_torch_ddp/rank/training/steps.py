@@ -60,7 +60,7 @@ class StepLoop:
         return Steps(self, plan_for(self._config, loader, epochs, total, follow))
 
     def begin(self, plan: Plan) -> Iterator[Any]:
-        """Return one pass of the loop, which `close` ends where somebody still holds it."""
+        """Return one pass of the loop, which `close` ends if somebody still holds it."""
         generator = self._run(plan)
         self._pass = weakref.ref(generator)
         return generator
@@ -175,8 +175,8 @@ class StepLoop:
         if self._requests.take_save():
             logger.warning(
                 "the checkpoint that was asked for in step %d has not been written: its loop was "
-                "left before the step's end. Ask for it after the loop, whose iterator no "
-                "variable may hold: write enumerate(ctx.steps(...)) in the for line",
+                "left before the step's end. Request it after the loop. No variable may hold the "
+                "loop's iterator: write enumerate(ctx.steps(...)) in the for line",
                 self._progress.step,
             )
         self._progress.leave_step(share)
@@ -184,7 +184,7 @@ class StepLoop:
 
 @dataclass(frozen=True)
 class Steps(Iterable[Any]):
-    """What `ctx.steps` returns: the `for` loop over it alone holds the pass, so a break ends it.
+    """What `ctx.steps` returns: only the `for` loop over it holds the pass, so a break ends it.
 
     Code after the break could otherwise not be told from the step's own, while a variable holds
     the iterator.

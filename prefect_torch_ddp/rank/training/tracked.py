@@ -35,7 +35,7 @@ def check_trackable(
         if not _NAME.fullmatch(name):  # it becomes part of a key
             msg = f"{name!r} can't name a tracked object: use letters, digits and underscores"
         elif name in tracked:
-            msg = f"{name!r} is tracked already; every tracked object needs a name of its own"
+            msg = f"{name!r} is tracked already; every tracked object needs its own name"
         elif lacking:
             lacks = " and no ".join(lacking)
             msg = (

@@ -105,7 +105,7 @@ class Tracker:
             )
             raise InvalidParamsError(msg)
         if config.resume_from is not None and config.resume_from.only_weights:
-            msg = "weights alone can be taken of tracked modules, and these checkpoints are folders"
+            msg = "only weights of tracked modules can be loaded, and these checkpoints are folders"
             raise InvalidParamsError(msg)
         with self._heartbeat.during(Phase.RESTORING):
             self._restorer = self._open(root)
@@ -136,7 +136,7 @@ class Tracker:
             self._saver.save_if(reason)
 
     def save_outside(self) -> None:
-        """Save at once, outside of `steps`, under a number of its own where the step's is taken."""
+        """Save at once, outside of `steps`, under its own number if the step's is taken."""
         if not self._saver.is_open or self._numbers.progress.stopped_by is not None:
             return  # after a loop that was stopped from outside that code comes too early
         if not self._replay.is_under_way:

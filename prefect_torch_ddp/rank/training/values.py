@@ -47,8 +47,8 @@ class Values(SimpleNamespace):
         """
         if state.keys() != vars(self).keys():
             msg = (
-                f"it has the values {', '.join(state)}, and here are {self._names()}; give new "
-                "ones a state of their own, ctx.state('more', lr=0.1)"
+                f"it has the values {', '.join(state)}, but now there are {self._names()}; keep "
+                "new values in another state, ctx.state('more', lr=0.1)"
             )
             raise ValueError(msg)
         vars(self).update(state)

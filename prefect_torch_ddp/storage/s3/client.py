@@ -85,7 +85,7 @@ class S3Location:
         if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
             return (
                 f"the endpoint of {self.uri} can't be used; "
-                "write it like https://host:9000, credentials apart"
+                "write it like https://host:9000, without credentials"
             )
         return None
 

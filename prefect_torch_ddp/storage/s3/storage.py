@@ -237,7 +237,7 @@ def _download(location: S3Location, name: str, client: Any) -> bytes:
     digest, parts = hashlib.sha256(first), [first]
     starts = range(len(first), num_bytes, PART_BYTES) if is_big else ()
     read = partial(_read_range, {**where, "IfMatch": answer["ETag"]}, num_bytes)
-    # In order: each is hashed while the next ones arrive. One that fails is read again alone.
+    # In order: each is hashed while the next ones arrive. One that fails is read again by itself.
     for part in _side_by_side(lambda at: ask(location, "read", name, partial(read, at)), starts):
         if not part:
             msg = "it was overwritten while it was read"

@@ -51,7 +51,7 @@ def publish_computed(
         storage: of the dataset.
         dataset_id: of the dataset.
         lazy: what prepare returned.
-        logger: is told how far it is.
+        logger: reports the progress.
 
     Raises:
         InvalidParamsError: a library is missing on the workers, or a partition can't be written.

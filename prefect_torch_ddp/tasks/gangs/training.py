@@ -87,7 +87,7 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
     own.check_writable()
     prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
     if prefect_id is None:
-        msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
+        msg = "gang_report shows a gang in a Prefect run, but there is no run: call it in a flow"
         raise InvalidParamsError(msg)
     run_id = run_id_of(name, prefect_id)
     draft = draft_record(None, run_id, experiment_of(name), own, workload=name)

@@ -115,7 +115,7 @@ def svg_image(caption: str, width: float, height: float, drawn: Iterable[str]) -
     """Return a markdown image of SVG elements, without a background: it suits any page.
 
     Words have the colour of a light or a dark page. Each can be read on the other too, since a
-    page may have another scheme than the system whose scheme a picture is told.
+    page may have another scheme than the system whose scheme a picture is given.
     """
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'

@@ -107,7 +107,7 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelle
 
 
 def run_logger() -> Any:
-    """Return the run's logger, or ours where the flow has ended and leaves its task behind."""
+    """Return the run's logger, or ours if the flow has ended and its task has not."""
     try:
         return get_run_logger()
     except MissingContextError:

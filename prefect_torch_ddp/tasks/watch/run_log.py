@@ -21,7 +21,7 @@ def log_to_run(
 ) -> Callable[[GangEvent], None]:
     """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first.
 
-    The flow is told what its display shows, how far the training is included.
+    The flow gets what its display shows, how far the training is included.
 
     Args:
         and_then: receives all other events too.

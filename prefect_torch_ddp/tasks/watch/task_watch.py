@@ -22,7 +22,7 @@ T = TypeVar("T")
 CALLED_EVERY_S = 1.0
 """How often `TaskWatch.look` is called."""
 LOOK_EVERY_S = 3.0
-"""While all answer: each look costs some milliseconds of processor time beside the ranks."""
+"""While all answer: each look costs some milliseconds of the ranks' processor time."""
 ANSWER_S = 2.0
 TAKE_IN_S = 60.0
 """How long scheduler and worker may be silent until they have loaded the task: they unpickle
@@ -108,7 +108,7 @@ class TaskWatch:
         self._raise_if_empty()
         for address, ear in [each for each in self._workers.items() if not each[1].left_s]:
             if address == self._address:
-                # Else Dask would run it again by itself, beside the one that is submitted in
+                # Else Dask would run it again by itself, next to the one that is submitted in
                 # its place.
                 self._client.cancel([self._future], force=True)
             words = "Dask worker %s was silent for %g s and is restarted"

@@ -34,7 +34,7 @@ TELL_EVERY_S = 0.75
 LINE_EVERY_S = 10.0
 REFRESHES_PER_S = 4.0
 TEXT_COLUMNS = 92
-"""What all but the bar takes; the bar gets what is left of the terminal's width, 8 to 30."""
+"""What all but the bar takes; the bar gets the rest of the terminal's width, 8 to 30."""
 MIN_PARTS = 3
 """Of `attempt 2 · epoch 3 · step 120 · loss 0.31 · 812 samples/s · 4 min left` the first ones
 and the last one stay in a narrow terminal."""
@@ -215,7 +215,7 @@ class Display:
         return f"{self._line} · {elapsed}" if self._line else elapsed
 
     def _bar(self) -> Table:
-        """Lay out one line: all that erases the bar erases one."""
+        """Lay out one line: everything that erases the bar erases one."""
         width = max(8, min(30, self._console.width - TEXT_COLUMNS))
         percent = "" if self._percent is None else f"{self._percent:3.0f} %"
         room = self._console.width - width - len(self._stage) - len(percent) - 4

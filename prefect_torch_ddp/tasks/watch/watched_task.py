@@ -90,7 +90,7 @@ def _watch(
 def _raise_if_suspended() -> None:
     """Raise Prefect's Pause where the flow run was suspended: it ends, to run again once resumed.
 
-    Prefect hears of it, and would itself look at the next task alone, after the training.
+    Prefect hears of it, and would itself only look at the next task, after the training.
     """
     context = FlowRunContext.get()
     if context is not None:

@@ -111,11 +111,11 @@ def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
     """The log names the library and the reason once, and the others are loaded."""
     ranks, _, said = run(client, ("good", *REASONS))
     for library, reason in REASONS.items():
-        assert f"not loaded ahead but in each rank: {library} ({reason})" in said
+        assert f"loaded in each rank and not in advance: {library} ({reason})" in said
         assert ranks <= set(loads(tmp_path, library))
     _, _, said_again = run(client, ("good", *REASONS))
     assert (len(said), said_again) == (len(REASONS), [])
-    with pytest.raises(InvalidParamsError, match="'trains', which is a module of your own"):
+    with pytest.raises(InvalidParamsError, match="'trains', which is your own module"):
         run(client, ("trains",))
 
 
@@ -125,7 +125,7 @@ def test_a_library_is_tried_again_if_the_kernel_killed_its_server(
     """A gang whose server is killed while it loads runs without it; the next one loads it."""
     ranks, _, said = run(client, ("killed_once",))
     assert said == [
-        "not loaded ahead but in each rank: killed_once (the fork server ended with status -9)"
+        "loaded in each rank and not in advance: killed_once (the fork server ended with status -9)"
     ]
     assert ranks <= set(loads(tmp_path, "killed_once"))
     again, servers, said = run(client, ("killed_once",))
@@ -141,7 +141,7 @@ def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
     warm(client, preload=["fails_once"])
     wait_until(lambda: bool(loads(tmp_path, "fails_once")))
     said = [run(client, preload)[2] for preload in ((), ("fails_once",), ("fails_once",))]
-    text = f"not loaded ahead but in each rank: fails_once ({REASONS['fails_once']})"
+    text = f"loaded in each rank and not in advance: fails_once ({REASONS['fails_once']})"
     assert said == [[], [text], []]
 
 

@@ -34,7 +34,7 @@ def test_lost_worker(tmp_path: Path) -> None:
 def test_a_worker_lost_with_its_values() -> None:
     """A worker killed before its values were fetched is an error, and nothing runs twice."""
     with own_cluster(1) as (_, client):
-        says = "after its ranks had returned, with their values"
+        says = "after its ranks had returned, and their values with it"
         with pytest.raises(WorkerLostError, match=says):
             run_gang(client, plain.kill_worker_at_exit, world_size=1)
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]

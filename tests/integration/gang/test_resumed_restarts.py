@@ -103,7 +103,7 @@ def test_a_record_that_cannot_be_written_hides_no_failure(
     plan = {1: {"step": 4, "how": "ValueError"}}
     with pytest.raises(RankFailedError, match="ValueError: told to fail"):
         train(dask_client, tmp_path, plan, world_size=2, on_event=events.append)
-    assert any("could not be put on record" in getattr(event, "text", "") for event in events)
+    assert any("could not be recorded" in getattr(event, "text", "") for event in events)
 
 
 def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_error_comes_first(
     assert 'failed: ValueError("a bug of the user\'s"); it waits at most 5 s' in said
     assert "a bug of the user's\nthe storage has not answered for 1 s" in said.replace("\n\n", "\n")
     assert (
-        "the failure of attempt 1 could not be put on record: the storage was silent for too long"
+        "the failure of attempt 1 could not be recorded: the storage was silent for too long"
         in said
     )
 

@@ -184,7 +184,7 @@ def test_a_task_that_holds_what_its_gang_needs_is_refused(tmp_path: Path) -> Non
         def main() -> int:
             with dask.annotate(resources={"GPU": 1}):
                 held = fit.submit()
-            says = r"itself holds GPU=1 of worker tcp.*; leave dask.annotate\(resources=...\) out"
+            says = r"itself holds GPU=1 of worker tcp.*; submit the task without dask.annotate\("
             with pytest.raises(InvalidParamsError, match=says):
                 held.result()
             return fit.submit().result()

@@ -92,7 +92,7 @@ NUMBERS = Numbers(4)
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (NUMBERS, {"order": lambda _: [0, 4]}, r"order\(0\)\[1\] is 4, and the dataset has .* 0 to 3"),
     (NUMBERS, {"order": lambda _: [-1]}, r"order\(0\)\[0\] is -1"),
-    (NUMBERS, {"order": lambda _: []}, r"some whole numbers .*, not a list of float64 \[0\]"),
+    (NUMBERS, {"order": lambda _: []}, r"as whole numbers .*, not a list of float64 \[0\]"),
     (NUMBERS, {"order": lambda _: [0.5]}, r"not a list of float64 \[1\]"),
     (NUMBERS, {"order": lambda _: [True]}, r"not a list of bool \[1\]"),
     (NUMBERS, {"order": lambda _: torch.ones(2, 1).long()}, r"not a Tensor of int64 \[2, 1\]"),
@@ -181,7 +181,7 @@ def test_an_epoch_of_an_order_that_has_changed_is_not_finished(
     with caplog.at_level(logging.WARNING):
         seen = train(tmp_path, order=lambda epoch: grouped(epoch + 10))
     assert [epoch for epoch, _ in seen] == [2] * 4
-    assert "that epoch can't be finished, the next one begins" in caplog.text
+    assert "that epoch can't be finished, and the next one begins" in caplog.text
     assert "of 10 samples in an order of your own with the digest" in caplog.text
 
 

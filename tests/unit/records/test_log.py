@@ -89,12 +89,12 @@ def test_a_storage_that_recovers_loses_nothing(storage, caplog):
     storage.mood = "refuses"
     log = log_in(storage, first_interval_s=0.01)
     log.append(record(1))
-    wait_until(lambda: "kept to try again: 503 slow down" in caplog.text)
+    wait_until(lambda: "kept, to be written later: 503 slow down" in caplog.text)
     log.append(record(2))
     storage.mood = "well"
     log.close()
     assert steps_in(storage) == [1, 2]
-    assert caplog.text.count("kept to try again") == 1
+    assert caplog.text.count("kept, to be written later") == 1
 
 
 def test_a_storage_that_stays_broken_is_an_error(storage):

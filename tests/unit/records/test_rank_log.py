@@ -60,7 +60,7 @@ def test_a_large_log_is_written_at_once_and_nothing_is_lost_or_doubled(
     for line in lines[:100]:
         writer.add([line])
     storage.goes_on.set()
-    wait_until(lambda: "kept to try again: the answer got lost" in caplog.text)
+    wait_until(lambda: "kept, to be written later: the answer got lost" in caplog.text)
     writer.add(lines[100:])
     storage.mood = "well"
     assert writer.join(HANG_S) == ""
@@ -80,7 +80,7 @@ def test_a_storage_that_keeps_nobody_waiting(tmp_path, folder, monkeypatch):
     wait_until(lambda: writer._log.num_waiting_bytes < rank_log.MAX_WAITING_BYTES)
     storage.goes_on.clear()
     writer.add(["after it"])
-    assert "has not taken the last of it for 0 s" in writer.join(0.0)
+    assert "has not taken the last lines for 0 s" in writer.join(0.0)
     storage.goes_on.set()
     trouble = writer.join(HANG_S)
     *kept, last = written(folder / "rank-00000")

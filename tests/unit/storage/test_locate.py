@@ -79,7 +79,7 @@ def test_what_is_a_storage_stays_one():
     assert storage_at(storage) is storage
     assert storage_at("s3://bucket/p") == S3Storage("bucket", "p")
     assert storage_at(Path("runs")) == storage_at("runs") == DirectoryStorage(Path("runs"))
-    with pytest.raises(InvalidParamsError, match="a dict is no storage; give a path, a URI"):
+    with pytest.raises(InvalidParamsError, match="a dict isn't a storage; give a path, a URI"):
         storage_at({})
 
 

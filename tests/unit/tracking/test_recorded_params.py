@@ -36,7 +36,7 @@ def test_the_parameters_come_back(tmp_path: Path) -> None:
         ({"table": "postgresql://me:x@host/db"}, True, r"\['options.table'\] is not on record"),
         ({"rows": list(range(2_000))}, True, r"\['options.rows'\] is not on record"),
         ({"fn": Path.cwd}, True, r"\['options.fn'\] is not on record"),
-        ({}, False, "it is no run of train_flow"),
+        ({}, False, "it isn't a run of train_flow"),
     ],
     ids=["hidden", "a URL with a user", "long", "not plain", "no flow"],
 )

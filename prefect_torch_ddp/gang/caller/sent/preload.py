@@ -40,8 +40,8 @@ def preload_of(code: Callable[..., Any] | str, named: Sequence[str] | None = Non
     for name in named:
         if _is_the_users(name, folders):
             msg = (
-                f"preload names {name!r}, which is a module of your own: it may be edited between "
-                "two gangs; name installed packages only, ranks import the rest themselves"
+                f"preload names {name!r}, which is your own module and may be edited between two "
+                "gangs; name only installed packages, ranks import the rest themselves"
             )
             raise InvalidParamsError(msg)
     return Preload(tuple(dict.fromkeys(named)), shadowed)

@@ -63,11 +63,11 @@ class HangWatch:
 
     @property
     def has_found(self) -> bool:
-        """Whether the gang can't go on."""
+        """Whether the gang can't continue."""
         return self.stall is not None or self.waits_in_vain is not None
 
     def take(self, heartbeats: Iterable[RankHeartbeat], sink: Callable[[GangEvent], None]) -> bool:
-        """Take news of some ranks; return whether the gang can't go on.
+        """Take news of some ranks; return whether the gang can't continue.
 
         Warns of a wait that is long and allowed.
         """
@@ -94,7 +94,7 @@ class HangWatch:
         elif self._warned != moved:
             self._warned = moved
             what = summarize(stall, self._hosts, {})
-            text = f"no progress for {stall.silent_s:.0f} s, which may be right: {what}"
+            text = f"no progress for {stall.silent_s:.0f} s, which may be normal: {what}"
             sink(LogLine(NO_RANK, logging.WARNING, text))
 
     def _moved(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class HangWatch:
     def suspects_vain_wait(self) -> bool:
         """Whether to look at the ranks that still run, of which none makes progress.
 
-        That is a while after another one's end, or after the limit. Stacks prove nothing where a
+        That is a while after another one's end, or after the limit. Stacks prove nothing if a
         GPU may be at work while all threads wait.
         """
         long_ago_s = time.monotonic() - EARLY_RETURN_S
@@ -147,7 +147,7 @@ class HangWatch:
                 self.stall = replace(stall, behind=behind, ahead=(), is_hung=True)
 
     def excuse(self) -> str:
-        """Leave a gang alone for another limit if its stacks explain its silence.
+        """Give a gang another limit if its stacks explain its silence.
 
         Returns why, once for each silence, or nothing.
         """
@@ -162,7 +162,7 @@ class HangWatch:
         self.stall = None
         self._excused_until_s = time.monotonic() + self._limit_s
         is_known, self._excused = self._excused == self._suspected, self._suspected
-        return "" if is_known else f"no progress, but {why}: the gang is left alone"
+        return "" if is_known else f"no progress, but {why}: the gang keeps running"
 
     def _running(self) -> list[RankHeartbeat]:
         """Return the ranks whose function hasn't ended; nothing before all were heard of."""

@@ -9,7 +9,7 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.messages import RankHeartbeat
 
 WORKING_FACTOR = 10.0
-"""How many times the limit applies where long waits are usual, or while a rank works hard."""
+"""How many times the limit applies if long waits are usual, or while a rank works hard."""
 IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
 STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
 """Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
@@ -82,14 +82,14 @@ def excuse_for(stall: Stall, stacks: Mapping[int, RankStack], limit_s: float) ->
     texts = {rank: stack.text for rank, stack in stacks.items()}
     working = [each for each in _absent(stall, texts) if not _is_over(each, limit_s)]
     if working:
-        return f"the others wait for rank {working[0].rank}, which may still be at work"
+        return f"the others wait for rank {working[0].rank}, which may still be working"
     return ""
 
 
 def _absent(stall: Stall, stacks: Mapping[int, str]) -> tuple[RankHeartbeat, ...]:
     """Return the ranks for which those wait that are in a collective; none if all are in one.
 
-    They are those behind that are in none; or, where all behind wait, those ahead of them.
+    They are the lagging ranks that are in none; or, if all of those wait, those ahead of them.
     """
     for ranks in (stall.behind, stall.ahead):
         absent = [each for each in ranks if is_absent(stacks.get(each.rank, ""))]

@@ -25,7 +25,7 @@ class Passes:
 
         Args:
             iterable: a loader of others, a dataset, a list, a generator.
-            begins_anew: whether it begins from the start where another number of ranks saved it.
+            begins_anew: whether it begins from the start if another number of ranks saved it.
         """
         self.iterable = iterable
         self.begins_anew = begins_anew
@@ -69,23 +69,23 @@ class Passes:
         """
         if continues and self.saved_by and self.has_state and not self.begins_anew:
             msg = (
-                f"ctx.steps goes over a {self.kind}, whose place each of {self.saved_by} ranks "
-                "saved, and here is another number of ranks: no place is theirs. Resume on "
-                f"{self.saved_by} ranks, or let it begin from the start by "
+                f"ctx.steps iterates over a {self.kind}, whose position was saved by each of "
+                f"{self.saved_by} ranks, and the number of ranks has changed. Resume on "
+                f"{self.saved_by} ranks, or start the data from the beginning with "
                 "ctx.steps(..., on_other_world_size='begin')"
             )
             raise CheckpointError(msg)
         had_place, self._is_restored = self._is_restored and self._left_at is not None, False
         if had_place:
-            # Also where the call begins a new pass: what its sampler draws follows the last one.
+            # Also if the call begins a new pass: what its sampler draws follows the last one.
             with generators_kept():  # the checkpoint's are those after the pass had begun
                 self._set_epoch(self._num_begun - 1)
                 self.iterable.load_state_dict(self._left_at)  # type: ignore[attr-defined]
                 self._iterator = iter(self.iterable)
         elif continues:
             logger.warning(
-                "the training resumes at its step, but the %s that ctx.steps goes over has no "
-                "state in the checkpoint: it begins from the start",
+                "the training resumes at its step, but the %s that ctx.steps iterates over has no "
+                "state in the checkpoint: the data start from the beginning",
                 self.kind,
             )
         if not (had_place and continues):
@@ -103,9 +103,9 @@ class Passes:
             batch = next(self._now, _END)
         if batch is _END:
             msg = (
-                f"the {self.kind} that ctx.steps goes over has no batch in a new pass: it is "
-                "empty, or an iterator, which can't begin again. Give ctx.steps what can, such as "
-                "a DataLoader or a list, or a smaller total"
+                f"the {self.kind} that ctx.steps iterates over has no batch in a new pass: it is "
+                "empty, or an iterator, which can't begin again. Give ctx.steps an iterable that "
+                "can, such as a DataLoader or a list, or a smaller total"
             )
             raise InvalidParamsError(msg)
         return batch
@@ -120,7 +120,7 @@ class Passes:
         """Say that a resumed training won't be exact, unless the iterable knows its place."""
         if not self.has_state:
             logger.warning(
-                "ctx.steps goes over a %s, which has no state_dict and load_state_dict: a resumed "
+                "ctx.steps iterates over a %s without state_dict and load_state_dict: a resumed "
                 "training continues at its step, but the data begin from the start, so that some "
                 "come again and others don't come. Use ctx.loader, or a loader that knows its "
                 "place, such as torchdata's StatefulDataLoader",

@@ -77,9 +77,9 @@ class NewestMetrics:
         if is_late and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s was reported in step %d, and the first checkpoint since is of step %d: it "
-                "counts with that value, but its weights are others than those validated. For the "
-                "best weights ask for a checkpoint where you report it: "
+                "%s was reported in step %d, but the next checkpoint is of step %d: it is ranked "
+                "by that value, although its weights aren't the validated ones. To keep those, "
+                "request a checkpoint when you report the metric: "
                 "ctx.checkpoint(force=True), or in the loop ctx.checkpoint(force=ctx.epoch_ended)",
                 metric,
                 step or number,

@@ -86,7 +86,7 @@ class TimingLog:
         try:
             self._log.close()
         except StorageError as error:
-            logger.warning("where this rank's time went is lost: %s", error)
+            logger.warning("this rank's time measurements are lost: %s", error)
 
 
 def _device() -> tuple[str, int]:
@@ -103,7 +103,7 @@ def _device() -> tuple[str, int]:
 
 
 def _peak_rss_bytes() -> int:
-    """Return the most memory that this process had; 0 where the kernel doesn't say.
+    """Return the most memory that this process had; 0 if the kernel doesn't say.
 
     Not getrusage's: that of a process started by exec begins with its parent's.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 
 PROGRESS_INTERVAL_S = 1.0
-"""Each one goes by three other processes, whose time is taken from steps where cores are few."""
+"""Each one goes by three other processes, whose time is taken from steps if cores are few."""
 FAILED_GRACE_S = 5.0
 """How long a rank that failed still writes: a checkpoint under way, then its records."""
 
@@ -194,7 +194,7 @@ class Reporter:
                 except Exception as error:  # noqa: BLE001 - raised once all are closed
                     errors.append(error)
 
-        # In a thread that may be left behind: a storage may keep one waiting for minutes.
+        # In a thread that may outlive this: a storage may keep one waiting for minutes.
         thread = threading.Thread(target=close_all, daemon=True)
         thread.start()
         thread.join(within_s)
@@ -254,7 +254,7 @@ class _DeviceScalar:
     def __init__(self, value: Any) -> None:
         import torch  # noqa: PLC0415 - loaded by whoever made the tensor
 
-        self._value = value.detach().clone()  # the user may go on adding to it in place
+        self._value = value.detach().clone()  # the user may continue to add to it in place
         self._done: Any = None
         if self._value.is_cuda:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ SHARP = "image-rendering:pixelated"
 def matrix_picture(matrix: Matrix, names: Sequence[str]) -> str:
     """Draw a confusion matrix as a markdown image, true classes down, predicted ones across.
 
-    A cell's colour is its share of the true class: blue on the diagonal, red beside it. Names
+    A cell's colour is its share of the true class: blue on the diagonal, red elsewhere. Names
     are shown up to `MAX_NAMED_CLASSES`, else every tenth number, and counts if they fit;
     nothing beyond `MAX_CLASSES`.
     """

@@ -1,7 +1,7 @@
 """The picture of a training: its curves as one small SVG, inline in markdown.
 
 Written out, not drawn by a library: that would take a second of a core to load and a tenth for
-each picture, beside ranks that train.
+each picture, next to ranks that train.
 """
 
 import math

@@ -150,7 +150,7 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(tmp_path, caplog):
         pairs = zip(colours.tolist(), targets.tolist(), strict=True)
         seen |= zip(share.samples, pairs, strict=True)
     assert seen == dict(enumerate(samples, start=3))
-    with pytest.raises(CorruptImageError, match="no image of a batch is left"):
+    with pytest.raises(CorruptImageError, match="every image of a batch had to be skipped"):
         dataset.__getitems__([0, 1, 2])
 
 

@@ -27,7 +27,7 @@ EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
 
 KILLED = "was killed by SIGKILL (9) before its function returned"
 MEMORY = (
-    "probably for want of memory: the kernel's OOM killer reports 1 kill in this Dask worker's "
+    "probably because memory ran out: the kernel's OOM killer reports 1 kill in this Dask worker's "
     "control group since the rank started"
 )
 

@@ -37,7 +37,7 @@ def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = 
             ctx.checkpoint(force=saves_with_it and ctx.epoch_ended)
 
 
-LATE = "val_accuracy was reported in step {}, and the first checkpoint since is of step {}"
+LATE = "val_accuracy was reported in step {}, but the next checkpoint is of step {}"
 
 
 @pytest.mark.parametrize(("saves_with_it", "expected"), [(False, 9), (True, 8)])
@@ -54,7 +54,7 @@ def test_the_best_by_a_metric_of_each_epoch(
     assert top is not None
     assert (top.step, top.metrics["val_accuracy"]) == (expected, 0.9)
     # The second attempt says it again, of a report of its own.
-    texts = re.findall(r"val_accuracy was reported in step \d+, and [^:]*", caplog.text)
+    texts = re.findall(r"val_accuracy was reported in step \d+, but [^:]*", caplog.text)
     assert texts == ([] if saves_with_it else [LATE.format(4, 6), LATE.format(16, 18)])
 
 
@@ -92,7 +92,7 @@ def test_the_best_ones_by_validations_behind_the_loop(
         ctx.track(model=model)
         ctx.report(val_accuracy=0.5)
     assert ctx._parts.outcome()["best_checkpoint"] is None
-    assert "none has a finite 'val_acuracy', as rank 0 reported it" in caplog.text
+    assert "none has a finite value of 'val_acuracy', as reported by rank 0" in caplog.text
 
 
 @contextmanager

@@ -130,8 +130,8 @@ def test_a_save_that_is_not_asked_for_again_is_warned_of(
     with pytest.raises(InterruptedError):
         summing(storage, ON_DEMAND, "the best", dies_at=dies_at)
     summing(storage, ON_DEMAND, "the best")
-    said = [f"asked for after call {missed} of ctx.steps"] if missed else []
-    assert re.findall(r"asked for after call \d of ctx.steps", caplog.text) == said
+    said = [f"requested after call {missed} of ctx.steps"] if missed else []
+    assert re.findall(r"requested after call \d of ctx.steps", caplog.text) == said
     assert totals(storage)[-1] == left
 
 

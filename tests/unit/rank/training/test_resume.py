@@ -123,7 +123,7 @@ def test_an_epoch_of_another_order_is_not_finished(
     assert {epoch for epoch, _ in seen} == {2}
     assert sorted(sample for _, samples in seen for sample in samples) == list(range(num_samples))
     now = f"{num_samples} samples in the order of seed {seed}"
-    says = f"of 12 samples in the order of seed 0, and the loader's are of {now}"
+    says = f"of 12 samples in the order of seed 0, but the loader has {now} now"
     assert says in caplog.text
 
 

@@ -91,7 +91,7 @@ def test_a_value_of_another_name_is_refused(tmp_path: Path) -> None:
             del state.best
         assert repr(state) == "Values(best=0.0, it=0)"
     with RankContext.local(storage=tmp_path) as ctx:
-        says = "'state': it has the values best, it, and here are best"
+        says = "'state': it has the values best, it, but now there are best"
         with pytest.raises(CheckpointError, match=says):
             ctx.state(best=0.0)
 

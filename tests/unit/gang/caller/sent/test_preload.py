@@ -99,7 +99,7 @@ def test_only_safe_libraries_are_loaded_by_default(
     assert preload_of("own:train", ["psutil"]).libraries == ("psutil",)
     assert preload_of("own:train", []).libraries == ()
     assert preload_of("absent:train").libraries == ()
-    with pytest.raises(InvalidParamsError, match="'own', which is a module of your own"):
+    with pytest.raises(InvalidParamsError, match="'own', which is your own module"):
         preload_of("own:train", ["own"])
 
 

@@ -119,7 +119,7 @@ AT_WORK = (Phase.SETUP, Phase.EPOCH_END, Phase.SAVING)
                 rank(0, phase, step=6),
                 {0: STACK_OF_MISSING, 1: STACK_OF_WAITING},
                 [0],
-                "the others wait for rank 0, which may still be at work",
+                "the others wait for rank 0, which may still be working",
                 id=f"it waits for one that is ahead: {phase.name}",
             )
             for phase in AT_WORK
@@ -215,7 +215,7 @@ def test_an_excuse_holds_for_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [hear(), hear()] == [False, True], "seen twice"
     watch.looks.add(RankStack(1, "", is_traced=True))
-    assert watch.excuse() == "no progress, but rank 1 is in a debugger: the gang is left alone"
+    assert watch.excuse() == "no progress, but rank 1 is in a debugger: the gang keeps running"
     assert not hear()
     now_s += LIMIT_S
     assert hear(), "the limit has passed"

@@ -160,7 +160,7 @@ def test_a_call_that_has_become_another_one_begins_from_the_start(
         ctx.track(model=nn.Linear(1, 1))
         with caplog.at_level(logging.WARNING):
             assert len(list(steps(ctx, counted=not counted_first))) == 4
-    assert "it begins from the start" in caplog.text
+    assert "it starts from the beginning" in caplog.text
 
 
 def all_wrong(ctx: RankContext) -> Any:

@@ -108,13 +108,15 @@ def test_a_loader_without_a_state_begins_the_next_pass(
     this isn't exact."""
     with caplog.at_level(logging.WARNING):
         whole = epochs_of(tmp_path / "whole")
-        assert "goes over a DataLoader, which has no state_dict and load_state_dict" in caplog.text
+        assert "iterates over a DataLoader without state_dict and load_state_dict" in caplog.text
         assert "begins from the start\n" not in caplog.text
         assert whole[:3] != whole[3:]
         with pytest.raises(InterruptedError):
             epochs_of(tmp_path, dies_at=3)
         resumed = epochs_of(tmp_path)
-    assert "the DataLoader that ctx.steps goes over has no state in the checkpoint" in caplog.text
+    assert (
+        "the DataLoader that ctx.steps iterates over has no state in the checkpoint" in caplog.text
+    )
     assert resumed[:3] == whole[3:]
     assert len(resumed) == 4
 
