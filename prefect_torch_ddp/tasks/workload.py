@@ -282,6 +282,9 @@ def path_of(module_name: str, reference: str) -> Path:
         module = module_name.removesuffix(".py")
         msg = f"workload {reference!r} is a file's name; give its module's: {module}"
         raise InvalidParamsError(msg)
+    if module_name == "__main__":
+        msg = f"workload {reference!r} is what runs here, which ranks can't import; {_own_module()}"
+        raise InvalidParamsError(msg)
     try:
         spec = importlib.util.find_spec(module_name)
     except Exception as error:
@@ -294,6 +297,16 @@ def path_of(module_name: str, reference: str) -> Path:
         msg = f"workload {reference!r} can't be found: no module {module_name}; {hint}"
         raise InvalidParamsError(msg)
     return Path(spec.origin)
+
+
+def _own_module() -> str:
+    """Return how the code of a script or a notebook becomes a workload."""
+    if file := getattr(sys.modules["__main__"], "__file__", None):
+        return f"give this script's module: {Path(file).stem}"
+    return (
+        "in a notebook, write `%%writefile my_workload.py` above the imports and functions of the "
+        "cell, run it, and give workload='my_workload'"
+    )
 
 
 def _where_it_may_be(module_name: str) -> str:

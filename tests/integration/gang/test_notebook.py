@@ -1,5 +1,8 @@
 """Ranks run code that a notebook's cells define in `__main__`."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -56,6 +59,13 @@ except Exception as error:
     print(type(error).__name__, error.rank, type(error.__cause__) is MyError, error.__cause__)
 """
 CLOSE = "client.close()"
+PAGE = Path(__file__).parents[3] / "docs/notebooks.md"
+REFUSED = """
+try:
+    train_flow(TrainParams(workload="__main__", storage="store"))
+except Exception as error:
+    print(type(error).__name__, "%%writefile my_workload.py" in str(error))
+"""
 
 
 def test_functions_and_classes_of_a_notebook_run_on_ranks(
@@ -75,6 +85,36 @@ def test_functions_and_classes_of_a_notebook_run_on_ranks(
     )
     assert changed["stdout"] == "3.0\n"
     assert failed["stdout"] == "RankFailedError 1 True of the notebook\n"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("prefect_api")
+def test_the_cells_of_the_page_train(tmp_path: Path) -> None:
+    """Run in order as the manual shows them, they train a workload and run a function of a cell.
+
+    An edited workload is trained without a restart of the kernel.
+    """
+    sources = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    write, train, _ = sources
+    edited = write.replace('"epochs", 5', '"epochs", 7')
+    again = [edited, train, "print(report.training.num_steps)"]
+    cells = [nbformat.v4.new_code_cell(source) for source in [*sources, *again, REFUSED]]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    printed = ["".join(stdout_of(cell)) for cell in notebook.cells]
+    assert printed[0] == "Writing my_workload.py\n"
+    assert float(printed[1]) > 0.8
+    assert printed[2] == "[3.0, 3.0]\n"
+    assert printed[3] == "Overwriting my_workload.py\n"
+    assert printed[5:] == ["112\n", "InvalidParamsError True\n"]
+
+
+def stdout_of(cell: Any) -> Iterator[str]:
+    """Yield what a cell printed; Prefect's log may be shown in another way."""
+    for output in cell.outputs:
+        if output.output_type == "stream" and output.name == "stdout":
+            yield output.text
 
 
 def text_of(cell: Any) -> dict[str, str]:

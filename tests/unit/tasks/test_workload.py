@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -303,6 +304,21 @@ def test_a_wrong_option_is_named_with_the_near_one(write: Write) -> None:
     with pytest.raises(InvalidParamsError, match=says):
         check_options(read_workload(name), ["lr", "siz"])
     check_options(read_workload(name), ["lr", "size"])
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [("/jobs/night.py", "give this script's module: night$"), (None, "%%writefile my_workload.py")],
+    ids=["script", "notebook"],
+)
+def test_main_is_no_workload(monkeypatch: pytest.MonkeyPatch, file: str | None, says: str) -> None:
+    """The error says which module is, or what makes one of a cell."""
+    main = ModuleType("__main__")
+    if file:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(InvalidParamsError, match=says):
+        read_workload("__main__")
 
 
 def test_a_files_name_is_no_module(write: Write) -> None:
