@@ -1,5 +1,5 @@
-"""The automation that reports failed trainings runs on a real server; test_shell_blocks has
-the one that evaluates checkpoints."""
+"""The automations that report failed trainings and resume crashed runs work on a real server;
+test_shell_blocks has the one that evaluates checkpoints."""
 
 import json
 import os
@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 from distributed import LocalCluster
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Crashed, Running
 
 from prefect_torch_ddp import RankFailedError, train_flow
 from tests.integration.tasks.test_recovery import params_of
@@ -67,3 +72,36 @@ def test_a_failed_training_is_told_of(
     (told,) = kept
     assert "of train-ddp/tests.workloads.tiny failed at step 7" in told["text"]
     assert "told to fail" in told["text"]
+
+
+@flow(name="train-ddp")
+def trains(params: dict[str, Any]) -> None:
+    """Have a deployment; no worker runs it here."""
+
+
+def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
+    """The automation makes one run with the crashed one's parameters, but to resume.
+
+    The flow watch, which other tests show, sets the state of a run that was killed.
+    """
+    given = {"params": {"world_size": 3, "options": {"epochs": 2}, "resume_from": None}}
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow(trains)
+        deployment_id = client.create_deployment(flow_id, "crashing")
+        command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/crashing"]
+        for _ in range(2):  # the second replaces the first
+            subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+        crashed = client.create_flow_run_from_deployment(deployment_id, parameters=given)
+        client.set_flow_run_state(crashed.id, Running(), force=True)
+        client.set_flow_run_state(crashed.id, Crashed(message="killed"), force=True)
+        of_it = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+
+        def others() -> list[FlowRun]:
+            runs = client.read_flow_runs(deployment_filter=of_it)
+            return [run for run in runs if run.id != crashed.id]
+
+        wait_until(others, what="a run that the automation makes")
+        (resumed,) = others()
+    assert resumed.parameters == {"params": {**given["params"], "resume_from": "latest"}}
+    assert resumed.state is not None
+    assert resumed.state.is_scheduled()
