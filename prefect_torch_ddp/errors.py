@@ -102,6 +102,10 @@ class ReplicasDifferError(CheckpointError):
     """The ranks' models differ. The message names the tracked object, the tensor and the ranks."""
 
 
+class TrackerError(PrefectTorchDdpError):
+    """A tracker such as MLflow doesn't answer, or refuses. The message names it and the reason."""
+
+
 class SupersededError(CheckpointError):
     """A newer attempt of the run has begun, so this one may no longer change its checkpoints."""
 

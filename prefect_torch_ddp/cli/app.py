@@ -11,6 +11,7 @@ from prefect_torch_ddp.cli.doctor import doctor
 from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, is_cancel
 from prefect_torch_ddp.cli.runs import metrics, runs, show
 from prefect_torch_ddp.cli.script import run_script
+from prefect_torch_ddp.cli.sync import sync
 from prefect_torch_ddp.cli.training import resume, train
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, resume, runs, show, metrics, doctor):
+for command in (train, resume, runs, show, metrics, sync, doctor):
     app.command()(command)
 app.command("run-script")(run_script)
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
-OPTIONAL = {"pandas", "pyarrow", "IPython", "transformers", "pytorch_lightning", "lightning_fabric"}
+OPTIONAL = {"pandas", "pyarrow", "IPython", "mlflow", "transformers"}
+OPTIONAL |= {"pytorch_lightning", "lightning_fabric"}
 """What an extra or a notebook brings."""
 COMES_WITH = {"pydantic-core": "pydantic", "botocore": "boto3", "urllib3": "boto3"}
 """What is always there with a requirement, in the version that it wants."""
@@ -110,10 +111,11 @@ def test_versions_that_break_are_shut_out(name: str, broken: str) -> None:
 
 
 def test_all_has_every_extra_that_runs() -> None:
-    """But `cuda`, which pins Dask, and those for whoever works on the package itself."""
+    """But `cuda`, which pins Dask, `trackers`, which pins importlib_metadata, and those for whoever
+    works on the package itself."""
     (everything,) = map(Requirement, EXTRAS["all"])
     assert everything.name == PROJECT["name"]
-    assert everything.extras == EXTRAS.keys() - {"all", "cuda", "dev", "docs"}
+    assert everything.extras == EXTRAS.keys() - {"all", "cuda", "dev", "docs", "trackers"}
 
 
 def test_a_block_whose_extra_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

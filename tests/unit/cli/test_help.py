@@ -25,10 +25,11 @@ Commands:
   runs        List runs, the newest first.
   show        Show a run in ten lines, and where its report is.
   metrics     Print the metrics of a run.
+  sync        Bring a tracker up to date with a run.
   doctor      Check a cluster and a storage.
   run-script  Run a script written for torchrun.
 """
-COMMANDS = ["train", "resume", "runs", "show", "metrics", "doctor", "run-script"]
+COMMANDS = ["train", "resume", "runs", "show", "metrics", "sync", "doctor", "run-script"]
 
 
 def printed(*given: str) -> str:

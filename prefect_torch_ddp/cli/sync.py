@@ -1,0 +1,58 @@
+"""`sync`: bring an experiment tracker up to date with a run."""
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefect_torch_ddp.cli.options import STORAGE, RunArgument, StorageOption, find_run
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.tracking.trackers.sync import Synced
+    from prefect_torch_ddp.tracking.trackers.tracker import Tracker
+
+
+def sync(
+    run: RunArgument,
+    tracker: Annotated[
+        str, typer.Option(metavar="TRACKER", help="mlflow, found by MLFLOW_TRACKING_URI.")
+    ],
+    storage: StorageOption = STORAGE,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Until the run has completed, or Ctrl-C.")
+    ] = False,
+) -> None:
+    """Bring a tracker up to date with a run.
+
+    It gets what it hasn't yet, once, also while the run trains: the steps before its newest
+    checkpoint, and all of them when the training has completed.
+    """
+    from prefect_torch_ddp.tracking.runs import storage_of
+    from prefect_torch_ddp.tracking.trackers.follow import follow_run
+    from prefect_torch_ddp.tracking.trackers.known import open_tracker
+    from prefect_torch_ddp.tracking.trackers.sync import sync_run
+
+    to = open_tracker(tracker)
+    place = storage_of(storage)
+    run_id = find_run(place, run)
+
+    def tell(synced: "Synced") -> None:
+        print(said(to, run_id, synced), flush=True)
+
+    if follow:
+        follow_run(place, run_id, to, wait=time.sleep, on_synced=tell)
+    else:
+        tell(sync_run(place, run_id, to))
+    if to.url:
+        print(to.url)
+
+
+def said(tracker: "Tracker", run_id: str, synced: "Synced") -> str:
+    """Return what a sync did, in words."""
+    from prefect_torch_ddp.results import count
+
+    name, step = tracker.name, synced.step
+    again = f"steps that {name} had were taken back, so it has another run now; "
+    upto = "no step is final yet" if step < 0 else f"it has all up to step {step}"
+    sent = f"{name} got {count(synced.num_sent, 'value')} of run {run_id}; {upto}"
+    return f"{again if synced.is_again else ''}{sent}"

@@ -1,0 +1,230 @@
+"""MLflow as a tracker: one of its runs holds what a run of ours has on record."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.records.hiding import without_credentials
+from prefect_torch_ddp.records.run_record import RunRecord, flat
+from prefect_torch_ddp.storage.formats import DAMAGE
+from prefect_torch_ddp.tracking.trackers.history import Mark, Point
+from prefect_torch_ddp.tracking.trackers.tracker import Position
+
+RUN_TAG = "prefect_torch_ddp.run_id"
+REPLACED_TAG = "prefect_torch_ddp.replaced_run_id"
+MARK_TAG = "prefect_torch_ddp.mark"
+STATUS = {
+    "training": "RUNNING",
+    "completed": "FINISHED",
+    "failed": "FAILED",
+    "cancelled": "KILLED",
+}
+MAX_PARAMS, MAX_PARAM = 100, 6000
+"""Of a request, and the characters of one."""
+_NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
+"""In names of MLflow's metrics and parameters."""
+
+
+class MlflowTracker:
+    """Talks to the server, or opens the database, that `MLFLOW_TRACKING_URI` names."""
+
+    name = "MLflow"
+
+    def __init__(self) -> None:
+        """Load MLflow's client; raises InvalidParamsError if it isn't installed."""
+        try:
+            import mlflow  # noqa: PLC0415 - optional and heavy
+        except ImportError as error:
+            msg = (
+                "the tracker mlflow needs the package mlflow-skinny, which isn't installed: "
+                "run `pip install mlflow-skinny`, or install prefect-torch-ddp with its extra "
+                "`trackers`"
+            )
+            raise InvalidParamsError(msg) from error
+        self._mlflow: Any = mlflow
+        self._client: Any = mlflow.MlflowClient()
+        self._names: dict[str, str] = {}
+        """MLflow's names of the metrics, by ours."""
+        self._run: Any = None
+
+    @property
+    def url(self) -> str:
+        """Of MLflow's page of the run; empty if MLflow has no server."""
+        uri = self._mlflow.get_tracking_uri().rstrip("/")
+        if self._run is None or not uri.startswith("http"):
+            return ""
+        info = self._run.info
+        return without_credentials(f"{uri}/#/experiments/{info.experiment_id}/runs/{info.run_id}")
+
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+        """Find the run by its tag, or begin it; see `Tracker`."""
+        self._names = _names(metrics)
+        with self._errors():
+            experiment_id = self._experiment_id(record)
+            tagged = f"tags.`{RUN_TAG}` = '{record.run_id}'"
+            found = self._client.search_runs([experiment_id], tagged)
+            if len(found) > 1:
+                ids = ", ".join(run.info.run_id for run in found)
+                are = f"MLflow has {len(found)} runs of run {record.run_id}"
+                msg = f"{are}: {ids}; delete all but one"
+                raise TrackerError(msg)
+            if not found:
+                self._begin(record, experiment_id)
+                return Position(None, {})
+            # A search may answer with less of a run than it has.
+            self._run = self._client.get_run(found[0].info.run_id)
+        last = {each.key: each.step for each in self._run.data.to_proto().metrics}
+        steps = {ours: last[theirs] for ours, theirs in self._names.items() if theirs in last}
+        return Position(_mark(self._run.data.tags.get(MARK_TAG)), steps)
+
+    def begin_again(self, record: RunRecord) -> None:
+        """Set the run aside: MLflow can't delete points; see `Tracker`."""
+        info = self._run.info
+        with self._errors():
+            self._client.set_tag(info.run_id, REPLACED_TAG, record.run_id)
+            self._client.delete_tag(info.run_id, RUN_TAG)
+            self._client.set_terminated(info.run_id, "KILLED")
+            self._begin(record, info.experiment_id)
+
+    def put_mark(self, mark: Mark) -> None:
+        """Keep a mark as a tag of the run."""
+        value = to_json({"step": mark.step, "digest": mark.digest}).decode()
+        with self._errors():
+            self._client.set_tag(self._run.info.run_id, MARK_TAG, value)
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Add points; see `Tracker`."""
+        entity = self._mlflow.entities.Metric
+        metrics = [
+            entity(self._names[each.metric], each.value, each.time_ms, each.step) for each in points
+        ]
+        with self._errors():
+            self._client.log_batch(self._run.info.run_id, metrics=metrics)
+
+    def describe(self, record: RunRecord) -> None:
+        """Take over what the record says; see `Tracker`."""
+        with self._errors():
+            self._put_params(record)
+            self._put_evaluation(record)
+            tags, info = _tags(record), self._run.info
+            there = self._run.data.tags
+            for name, value in tags.items():
+                if there.get(name) != value:
+                    self._client.set_tag(info.run_id, name, value)
+            status, ended = STATUS[record.state], record.ended
+            if status == info.status:
+                return
+            if status == "RUNNING" or ended is None:
+                self._client.update_run(info.run_id, status=status)
+            else:
+                self._client.set_terminated(info.run_id, status, _ms(ended))
+
+    def _experiment_id(self, record: RunRecord) -> str:
+        # As mlflow.start_run has it: the environment's experiment, else one of our name.
+        settings = self._mlflow.environment_variables
+        if given := settings.MLFLOW_EXPERIMENT_ID.get():
+            return str(given)
+        name = settings.MLFLOW_EXPERIMENT_NAME.get() or record.experiment
+        if (found := self._client.get_experiment_by_name(name)) is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(name))
+
+    def _begin(self, record: RunRecord, experiment_id: str) -> None:
+        about = {"tags": {RUN_TAG: record.run_id}, "run_name": record.run_id}
+        self._run = self._client.create_run(experiment_id, _ms(record.began), **about)
+
+    def _put_params(self, record: RunRecord) -> None:
+        """Add those that MLflow hasn't: it never changes one."""
+        there, param = self._run.data.params, self._mlflow.entities.Param
+        new = [param(name, value) for name, value in _params(record) if name not in there]
+        for first in range(0, len(new), MAX_PARAMS):
+            some = new[first : first + MAX_PARAMS]
+            self._client.log_batch(self._run.info.run_id, params=some)
+
+    def _put_evaluation(self, record: RunRecord) -> None:
+        found = record.evaluation
+        if found is None or record.ended is None:
+            return
+        measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
+        entity, at = self._mlflow.entities.Metric, (_ms(record.ended), record.num_steps or 0)
+        there = self._run.data.metrics
+        metrics = [
+            entity(name, value, *at)
+            for name, value in ((f"evaluation/{each}", value) for each, value in measured.items())
+            if value is not None and there.get(_plain(name)) != value
+        ]
+        if metrics:
+            self._client.log_batch(self._run.info.run_id, metrics=metrics)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (self._mlflow.MlflowException, OSError) as error:
+            where = without_credentials(self._mlflow.get_tracking_uri())
+            reason = without_credentials(str(error).partition("\n")[0])
+            msg = f"MLflow at {where} failed: {reason}"
+            raise TrackerError(msg) from error
+
+
+def _names(metrics: Sequence[str]) -> dict[str, str]:
+    """Return MLflow's name of each metric; TrackerError if two have the same."""
+    by_name = defaultdict(list)
+    for metric in metrics:
+        by_name[_plain(metric)].append(metric)
+    for name, several in by_name.items():
+        if len(several) > 1:
+            msg = f"MLflow would call several metrics {name!r}: {', '.join(several)}"
+            raise TrackerError(msg)
+    return {several[0]: name for name, several in by_name.items()}
+
+
+def _plain(name: str) -> str:
+    return _NOT_ALLOWED.sub("_", name)
+
+
+def _params(record: RunRecord) -> Iterator[tuple[str, str]]:
+    given: Mapping[str, Any] = {
+        **record.parameters,
+        "options": record.options,
+        "data_options": record.data_options,
+        "arguments": record.arguments,
+        "seed": record.seed,
+    }
+    for name, value in flat(given):
+        yield _plain(name)[:250], str(value)[:MAX_PARAM]
+
+
+def _tags(record: RunRecord) -> dict[str, str]:
+    ours = {
+        "experiment": record.experiment,
+        "workload": record.workload,
+        "storage": without_credentials(record.storage),
+        "state": record.state,
+        "cause": record.cause,
+        "flow_run_id": record.flow_run_id,
+        "dataset": record.dataset and record.dataset.dataset_id,
+        "checkpoint": record.checkpoint and record.checkpoint.uri,
+        **{f"model.{_plain(name)}": uri for name, uri in record.model_uris.items()},
+    }
+    tags = {f"prefect_torch_ddp.{name}": str(value) for name, value in ours.items() if value}
+    commit = {"mlflow.source.git.commit": record.commit} if record.commit else {}
+    return {**tags, **commit}
+
+
+def _mark(text: str | None) -> Mark | None:
+    try:
+        values = from_json(text or "null")
+        return None if values is None else Mark(int(values["step"]), str(values["digest"]))
+    except DAMAGE as error:
+        msg = f"the tag {MARK_TAG} of MLflow's run isn't ours: {text!r}; delete that run"
+        raise TrackerError(msg) from error
+
+
+def _ms(moment: Any) -> int:
+    return int(moment.timestamp() * 1000)

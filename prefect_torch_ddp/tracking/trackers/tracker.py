@@ -1,0 +1,53 @@
+"""The questions to a tracker."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.tracking.trackers.history import Mark, Point
+
+
+@dataclass(frozen=True)
+class Position:
+    """What a tracker has of a run, as it says itself."""
+
+    mark: Mark | None
+    """The last mark that it was given; None: none yet."""
+    last_steps: Mapping[str, int]
+    """The last step of each metric that it has, by the run's names of the metrics."""
+
+
+class Tracker(Protocol):
+    """A tracker that holds one run of its own for each run of ours.
+
+    Every method raises TrackerError if the tracker doesn't answer, or refuses.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in words."""
+
+    @property
+    def url(self) -> str:
+        """Where a person finds the run; empty if there is no such place."""
+
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+        """Find the run, or begin it.
+
+        Args:
+            record: of the run.
+            metrics: all of its metrics.
+        """
+
+    def begin_again(self, record: RunRecord) -> None:
+        """Set the run aside, whose steps were taken back, and begin another one."""
+
+    def put_mark(self, mark: Mark) -> None:
+        """Keep a mark."""
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Add points. Those of a metric come in the order of their steps."""
+
+    def describe(self, record: RunRecord) -> None:
+        """Take over what the record says: its state, parameters, evaluation, models, code."""

@@ -1,0 +1,310 @@
+"""What a tracker is told of a run, and when: each step once, whoever is killed."""
+
+import json
+import sys
+from collections import defaultdict
+from datetime import UTC, datetime
+
+import pytest
+
+from prefect_torch_ddp.checkpoint.attempts import record_resume
+from prefect_torch_ddp.checkpoint.keys import CheckpointId, manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.records.metrics import by_steps, read_all_records, surviving_records
+from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.storage.formats import METRICS
+from prefect_torch_ddp.tracking.trackers import mlflow_tracker, sync
+from prefect_torch_ddp.tracking.trackers.follow import follow_run
+from prefect_torch_ddp.tracking.trackers.history import Mark, read_history
+from prefect_torch_ddp.tracking.trackers.known import open_tracker
+from prefect_torch_ddp.tracking.trackers.sync import sync_run
+from prefect_torch_ddp.tracking.trackers.tracker import Position
+from tests.support.formats import head
+from tests.support.records import Record, Shelf, record
+
+RUN = "calm-otter-12345678"
+BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
+
+
+class KilledError(Exception):
+    """The process that synced was killed."""
+
+
+class Book:
+    """A tracker in memory that can't delete a point, and a kill before or after a call."""
+
+    name, url = "the book", ""
+
+    def __init__(self) -> None:
+        self.mark: Mark | None = None
+        self.series = defaultdict(list)
+        self.set_aside = []
+        self.described = []
+        self.num_left = sys.maxsize
+        """Moments before and after calls until the kill."""
+        self.is_away = False
+
+    def open(self, record, metrics):
+        self._strike()
+        last = {name: max(points)[0] for name, points in self.series.items() if name in metrics}
+        return Position(self.mark, last)
+
+    def begin_again(self, record):
+        self._strike()
+        self.set_aside.append(dict(self.series))
+        self.series, self.mark = defaultdict(list), None
+        self._strike()
+
+    def put_mark(self, mark):
+        self._strike()
+        self.mark = mark
+        self._strike()
+
+    def send(self, points):
+        self._strike()
+        for each in points:
+            self.series[each.metric].append((each.step, each.value))
+        self._strike()
+
+    def describe(self, record):
+        self._strike()
+        self.described.append(record.state)
+
+    def _strike(self) -> None:
+        if self.is_away:
+            msg = "the book is away"
+            raise TrackerError(msg)
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise KilledError
+
+
+def put(shelf: Shelf, attempt: int, *rows: Record) -> None:
+    """Write an attempt's records, as its ranks do."""
+    by_rank = defaultdict(bytes)
+    for row in rows:
+        by_rank[row.rank] += json.dumps(vars(row)).encode() + b"\n"
+    for rank, lines in by_rank.items():
+        key = f"runs/{RUN}/metrics/rank-{rank:05d}/{attempt:06d}-000001.jsonl"
+        shelf.write(key, head(METRICS) + lines)
+
+
+def steps_of(attempt: int, first: int, last: int) -> list[Record]:
+    """Return what two ranks report in an attempt."""
+    return [
+        record(step, rank, attempt, loss=step + attempt / 10 + rank, accuracy=1.0 / step)
+        for step in range(first, last + 1)
+        for rank in range(2)
+    ]
+
+
+def checkpoint(shelf: Shelf, step: int, attempt: int = 1, **position) -> None:
+    """Commit a checkpoint."""
+    manifest = Manifest(RUN, step, attempt, epoch=1, position=position, world_size=2)
+    shelf.write(manifest_key(RUN, step, attempt), manifest.as_bytes())
+
+
+def resume(shelf: Shelf, attempt: int, step: int, of_attempt: int) -> None:
+    """Have an attempt resume from a checkpoint."""
+    record_resume(shelf, RUN, attempt, CheckpointId(step, of_attempt))
+
+
+def say(shelf: Shelf, state: str = "training") -> None:
+    """Write the run's record."""
+    about = {"run_id": RUN, "experiment": "e", "workload": "w", "began": BEGAN, "storage": "s"}
+    write_record(shelf, RunRecord(state=state, **about))
+
+
+def history(shelf: Shelf) -> dict[str, list[tuple[int, float]]]:
+    """Return each metric's series, as `read_metrics(by="step")` has it."""
+    records = by_steps(surviving_records(read_all_records(shelf, RUN)))
+    return {
+        name: sorted(zip(records.rows["step"][having].tolist(), values.tolist(), strict=True))
+        for name, (having, values) in records.metrics.items()
+    }
+
+
+def sent(book: Book) -> list[int]:
+    """Return the steps that the book has."""
+    return [step for step, _ in book.series["loss"]]
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    """Make a run that trained ten steps, with a checkpoint at the sixth."""
+    shelf = Shelf()
+    say(shelf)
+    put(shelf, 1, *steps_of(1, 1, 10))
+    checkpoint(shelf, 6)
+    return shelf
+
+
+@pytest.mark.parametrize("state", ["training", "failed", "cancelled"])
+def test_steps_from_the_newest_checkpoint_on_wait(shelf: Shelf, state: str) -> None:
+    """A resume may report them again, also of a run that failed; a completed training has none."""
+    book = Book()
+    say(shelf, state)
+    done = sync_run(shelf, RUN, book)
+    assert (done.num_sent, done.step, sent(book)) == (10, 5, [1, 2, 3, 4, 5])
+    say(shelf, "completed")
+    assert sync_run(shelf, RUN, book).step == 10
+    assert book.series == history(shelf)
+    assert book.described == [state, "completed"]
+    assert sync_run(shelf, RUN, book).num_sent == 0
+
+
+@pytest.mark.parametrize(
+    ("position", "last"),
+    [
+        ({"num_own_numbers": 2}, 3),
+        ({"in_own_loop": True, "num_own_numbers": 6}, 0),
+        ({"in_own_loop": True, "num_own_numbers": 6, "folder": ""}, 5),
+    ],
+)
+def test_a_checkpoints_number_may_be_none_of_a_step(
+    shelf: Shelf, position: dict[str, object], last: int
+) -> None:
+    """Outside of `ctx.steps` it isn't; `ctx.commit` is given the step."""
+    checkpoint(shelf, 6, **position)
+    book = Book()
+    sync_run(shelf, RUN, book)
+    assert sent(book) == list(range(1, last + 1))
+
+
+def test_what_was_rolled_back_was_never_sent(shelf: Shelf) -> None:
+    """Attempt 2 resumes from step 6, where code reports before the first step, and makes the
+    steps after it again."""
+    book = Book()
+    sync_run(shelf, RUN, book)
+    resume(shelf, 2, 6, 1)
+    put(shelf, 2, record(6, 0, 2, num_samples=0, val_loss=0.5, loss=9.0), *steps_of(2, 7, 12))
+    sync_run(shelf, RUN, book)
+    assert sent(book) == [1, 2, 3, 4, 5]
+    checkpoint(shelf, 12, 2)
+    say(shelf, "completed")
+    sync_run(shelf, RUN, book)
+    assert {name: sorted(points) for name, points in book.series.items()} == history(shelf)
+    assert [step for step in sent(book) if step == 6] == [6, 6], "of both attempts"
+    assert not book.set_aside
+
+
+@pytest.mark.parametrize("num_points", [1, 3, 1000])
+def test_a_sync_may_be_killed_anywhere(
+    shelf: Shelf, num_points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed before and after each call to the tracker, each time that it gets further."""
+    monkeypatch.setattr(sync, "MAX_POINTS", num_points)
+    resume(shelf, 2, 6, 1)
+    put(shelf, 2, record(6, 0, 2, num_samples=0, loss=9.0), *steps_of(2, 7, 12))
+    say(shelf, "completed")
+    book, num_kills = Book(), 0
+    while True:
+        book.num_left = num_kills % 7
+        try:
+            sync_run(shelf, RUN, book)
+        except KilledError:
+            num_kills += 1
+        else:
+            break
+    assert num_kills >= 3
+    assert {name: sorted(points) for name, points in book.series.items()} == history(shelf)
+
+
+@pytest.mark.parametrize("num_calls", range(12))
+def test_steps_that_are_taken_back_after_all_begin_another_run(
+    shelf: Shelf, num_calls: int
+) -> None:
+    """The newest checkpoint is damaged: a resume from the one before it takes back what was
+    final. The tracker's run is set aside, also if that sync is killed."""
+    checkpoint(shelf, 3)
+    book = Book()
+    sync_run(shelf, RUN, book)
+    first = dict(book.series)
+    shelf.write(manifest_key(RUN, 6, 1), b"{}")
+    resume(shelf, 2, 3, 1)
+    put(shelf, 2, *steps_of(2, 4, 9))
+    checkpoint(shelf, 9, 2)
+    book.num_left = num_calls
+    try:
+        is_again = sync_run(shelf, RUN, book).is_again
+    except KilledError:
+        is_again = None
+    book.num_left = sys.maxsize
+    sync_run(shelf, RUN, book)
+    assert is_again in (None, True)
+    assert book.set_aside == [first]
+    assert sent(book) == list(range(1, 9))
+    assert all(point in history(shelf)["loss"] for point in book.series["loss"])
+
+
+def test_a_damaged_checkpoint_alone_takes_nothing_back(shelf: Shelf) -> None:
+    """Until a training resumes from an older one, the history is as it was."""
+    book = Book()
+    sync_run(shelf, RUN, book)
+    shelf.write(manifest_key(RUN, 6, 1), b"{}")
+    done = sync_run(shelf, RUN, book)
+    assert (done.num_sent, done.is_again, read_history(shelf, RUN).end) == (0, False, 0)
+    assert sent(book) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_without_metrics_is_described(shelf: Shelf) -> None:
+    """It has no step yet."""
+    bare, book = Shelf(), Book()
+    say(bare)
+    assert sync_run(bare, RUN, book).step == -1
+    assert book.described == ["training"]
+    with pytest.raises(InvalidParamsError, match="there is no record of run 'other'"):
+        sync_run(shelf, "other", book)
+
+
+def test_unknown_and_missing_trackers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is read or sent."""
+    with pytest.raises(InvalidParamsError, match="no tracker mlfow; did you mean mlflow"):
+        open_tracker("mlfow")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(InvalidParamsError, match="`pip install mlflow-skinny`"):
+        open_tracker("mlflow")
+
+
+def test_mlflow_names_that_would_be_the_same_are_refused() -> None:
+    """MLflow takes fewer characters; two metrics in one series would be a lie."""
+    assert mlflow_tracker._names(["acc@1", "val/loss"]) == {
+        "acc@1": "acc_1",
+        "val/loss": "val/loss",
+    }
+    with pytest.raises(TrackerError, match="several metrics 'acc_1': acc@1, acc#1"):
+        mlflow_tracker._names(["acc@1", "acc#1"])
+
+
+def test_a_run_is_followed_until_it_has_completed(shelf: Shelf) -> None:
+    """Each checkpoint, and the end, is sent when it is there; nothing is sent in between."""
+    book, news, done = Book(), [], []
+
+    def another_checkpoint() -> None:
+        checkpoint(shelf, 9)
+
+    def a_failure() -> None:
+        say(shelf, "failed")
+
+    def an_outage_and_the_end() -> None:
+        book.is_away = True
+        say(shelf, "completed")
+
+    def the_tracker_again() -> None:
+        book.is_away = False
+
+    events = iter(
+        [None, another_checkpoint, None, a_failure, an_outage_and_the_end, the_tracker_again]
+    )
+
+    def wait(_: float) -> None:
+        if (event := next(events)) is not None:
+            event()
+        news.append(sent(book)[-1])
+
+    follow_run(shelf, RUN, book, wait=wait, on_synced=lambda synced: done.append(synced.num_sent))
+    assert news == [5, 5, 8, 8, 8, 8]
+    assert done == [10, 6, 0, 4]
+    assert book.series == history(shelf)
+    assert next(events, None) is None
