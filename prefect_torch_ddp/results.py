@@ -252,7 +252,7 @@ class EpochLedger(Result):
 
 
 class LedgerReport(Result):
-    """Which samples a run trained on: its ledger, checked."""
+    """The result of checking a run's ledger: which samples it trained on."""
 
     run_id: str
     epochs: tuple[EpochLedger, ...]

@@ -43,7 +43,7 @@ os.environ.update(
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_CLI_PROMPT": "false",
-        # Of the server that Prefect embeds where none is configured: 20 s are too few where two
+        # Of the server that Prefect embeds if none is configured: 20 s are too few where two
         # processes test on two cores.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         "DO_NOT_TRACK": "1",

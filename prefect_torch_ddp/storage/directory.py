@@ -67,10 +67,10 @@ WAYS_OUT = {
 
 @dataclass(frozen=True)
 class DirectoryStorage(Storage):
-    """A storage in a folder, made when it is first written to.
+    """A storage in a folder, which is created by the first write.
 
-    Links are followed inside the root only, and never listed; `read_many` and `list_objects`, by
-    which datasets read, follow them all.
+    Links are followed only within the root, and never listed. `read_many` and `list_objects`, with
+    which datasets are read, follow all links.
     """
 
     root: Path

@@ -30,11 +30,11 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
     with the URI and returns a `Storage`.
 
     Args:
-        uri: a path, `~` allowed, or a URI.
-        **access: to an `s3://` URI: endpoint_url, region, anonymous; see `S3Storage`.
+        uri: a path, which may begin with `~`, or a URI.
+        **access: for an `s3://` URI: endpoint_url, region, anonymous; see `S3Storage`.
 
     Raises:
-        InvalidParamsError: it names none; says what to write instead.
+        InvalidParamsError: `uri` doesn't name a storage. The message says what to write instead.
 
     Example:
         The names of all runs in a bucket of a store that isn't AWS:

@@ -154,18 +154,19 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
 
 
 def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame":
-    """Return what two runs differ in, and the results of both, as a pandas DataFrame.
+    """Return the differences between two runs, and their results, as a pandas DataFrame.
 
-    A column for each run, under its id. A row, by what it is of and its name, for each parameter,
-    option, argument, version, commit and datum that differs; below these all results.
+    There is a column for each run, named by its id. There is a row for each parameter, option,
+    argument, version, commit and property of the data that differs, and then one for each result.
+    The index has the levels `what`, such as "options", and `name`.
 
     Args:
-        storage: where both are, as for `read_metrics`.
-        a: the id of one.
-        b: the id of the other.
+        storage: where both runs are, as for `read_metrics`.
+        a: id of the first run.
+        b: id of the second run.
 
     Raises:
-        InvalidParamsError: there is no such run, or pandas isn't installed.
+        InvalidParamsError: there is no such run, the two are the same, or pandas isn't installed.
         StorageError: the storage can't be read.
     """
     pd, where = import_pandas("compare_runs"), storage_of(storage)

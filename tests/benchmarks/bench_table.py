@@ -114,7 +114,7 @@ def test_table_beside_tensors_in_memory(folder: Path, batch_size: int, hidden: i
 
 def test_table_first_batch_resume_and_memory(folder: Path) -> None:
     """Print the time to a first batch, at an epoch's start and in its middle, rows/s of a pass
-    that does nothing else, and the most memory of a process that does this, beside its start's."""
+    that does nothing else, and the most memory that this takes in a process."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.write(writer, _measured(folder).encode())

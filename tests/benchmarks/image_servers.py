@@ -39,7 +39,7 @@ class Server:
     key: str
     secret: str
     listed: Callable[[str], Readable]
-    """Gives what lists a folder of its bucket, as this server tells of its objects."""
+    """Gives what lists a folder of its bucket, as this server reports its objects."""
 
 
 class Listed:

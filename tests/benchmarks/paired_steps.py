@@ -31,7 +31,7 @@ PARTS = (
 
 
 def train(ctx: RankContext, part: str, num_epochs: int, place: Path) -> None:
-    """Train with a part of RankContext and with torch alone; rank 0 writes the seconds of each
+    """Train with a part of RankContext and with only torch; rank 0 writes the seconds of each
     pair of steps, of the training's thread and of all of the rank's: [steps, 2 trainings, 2]."""
     rows = torch.rand(NUM_SAMPLES, 1, 8, 8), torch.randint(10, (NUM_SAMPLES,))
     dataset = TensorDataset(*rows)

@@ -169,7 +169,7 @@ def _nvidia_files(pid: int) -> int:
 
 
 class Digits:
-    """The digits, which fail where their ranks aren't on a CUDA device."""
+    """The digits, which fail if their ranks aren't on a CUDA device."""
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:

@@ -89,7 +89,7 @@ class Order:
         )
         self.num_steps = self.chance.randint(2, 4)
         self.acknowledged: list[tuple[int, int]] = []
-        """Step and attempt of each checkpoint that a training was told is on record."""
+        """Step and attempt of each checkpoint that a training was informed of."""
         self.problems: list[str] = []
 
     def run(self) -> list[str]:

@@ -16,11 +16,11 @@ def free_port() -> int:
 def free_ports(count: int) -> list[int]:
     """Find ports that nobody has, and that the kernel hands to nobody, if it leaves any.
 
-    Of those it hands out, any connection of a test beside could take one before the server does.
+    Of those it hands out, a connection of a concurrent test could take one before the server.
     """
     handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     left = range(FIRST, int(handed_out.split()[0])) or [0]  # 0: any that the kernel has
-    choice = random.SystemRandom()  # not the generator that tests beside this one seed alike
+    choice = random.SystemRandom()  # not the generator that concurrent tests seed the same way
     found: list[int] = []
     with ExitStack() as stack:
         while len(found) < count:

@@ -46,7 +46,7 @@ def flow_run_id_of(url: str | None) -> UUID:
 
 
 def newest_flow_run() -> FlowRun:
-    """Return the flow run that began last; those that a schedule has made haven't begun."""
+    """Return the flow run that began last; runs that a schedule has made haven't begun."""
     with get_client(sync_client=True) as client:
         runs = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
     return next(run for run in runs if run.start_time is not None)

@@ -99,8 +99,8 @@ class S3Conformance:
         assert owned.read("object") == b"1"
 
     def test_a_missing_bucket_is_named(self, server):
-        """Each operation says that the bucket isn't there; none takes it for an absent
-        object."""
+        """Each operation says that the bucket isn't there; none reports an absent object
+        instead."""
         storage = server.storage(bucket="no-such-bucket")
         for operation, *arguments in (
             (storage.read, "object"),

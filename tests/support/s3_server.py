@@ -33,7 +33,7 @@ class S3Server:
 
     endpoint_url: str
     keys: dict[str, tuple[str, str]]
-    """Access key and secret of each user; empty where the server lets everyone in."""
+    """Access key and secret of each user; empty if the server lets everyone in."""
     bucket: str = "bucket"
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 

@@ -18,7 +18,7 @@ State = Literal["asleep", "collective", "forward", "backward", "loader"]
 
 NUM_STEPS = 6
 STRUCK_STEPS = (0, 2, 3)
-"""Not 1: the forward pass in which DDP lays its buckets out anew waits for all ranks, so none
+"""Not 1: the forward pass in which DDP lays its buckets out again waits for all ranks, so none
 would arrive in a later state."""
 BATCH_SIZE = 2
 EXIT_CODE = 3
@@ -217,7 +217,7 @@ def _train(fault: Fault, spot: Spot) -> None:
         spot.arm(step)
         batch = next(batches)
         spot.at("asleep", step)
-        # Of two groups, so that it does not complete where all ranks are in a collective.
+        # Of two groups, so that it does not complete if all ranks are in a collective.
         spot.in_collective(step, groups[spot.is_culprit])
         model(batch).mean().backward()
 

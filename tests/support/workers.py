@@ -27,7 +27,7 @@ def prefect(*command: str) -> str:
 def worker_running() -> Iterator[None]:
     """Run a worker of the pool, which is made if there is none.
 
-    At the end the pool goes too: a run that was never worked off would take up one of its slots,
+    At the end the pool goes too: a run that was never worked off would occupy one of its slots,
     and the next test on this server would find fewer.
     """
     with get_client(sync_client=True) as client:

@@ -1,5 +1,5 @@
 """deployments/clusters/kubernetes.yaml against dask-kubernetes: its schema, and what its operator
-relies on. Skipped where that isn't installed; nothing here needs a cluster."""
+relies on. Skipped if that isn't installed; nothing here needs a cluster."""
 
 import inspect
 from pathlib import Path

@@ -34,12 +34,12 @@ PATIENCE_S, POLL_S = 1.0, 0.002
 
 @dataclass(frozen=True)
 class CachedReads(Readable):
-    """Reads objects through a folder on local disk; has the methods of what it reads from.
+    """Reads objects of a storage through a cache in a folder on a local disk.
 
     Any number of this user's processes may share a folder, with the same storages or others.
     What is read from it was verified when it arrived (by its ETag if that is an MD5) and is
     verified again, by a SHA-256. A damaged file is fetched again, with a warning. Objects
-    without an ETag aren't kept, since nobody could tell whether they changed. Where the folder
+    without an ETag aren't kept, since nobody could tell whether they changed. If the folder
     can't be used, or the disk is full, reading continues without it, with one warning a process.
     """
 

@@ -66,7 +66,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         allow_empty: whether a class may have no image.
 
     Raises:
-        InvalidParamsError: the arguments don't fit together, or the index belongs to another
+        InvalidParamsError: the arguments contradict each other, or the index belongs to another
             dataset.
         NoImagesError: there is no class folder, or a class has no images.
         StorageError: the images can't be listed.
@@ -243,10 +243,10 @@ def image_folder(
 
     Args:
         uri: a path, `s3://bucket/prefix`, or a storage, such as `ctx.source`.
-        transform: of an image.
-        target_transform: of a class number.
-        storage: what to read from; then `uri` is a path in it.
-        **options: of S3ImageFolder. A local folder needs no `index` and no `cache`; with
+        transform: applied to each decoded image.
+        target_transform: applied to each class number.
+        storage: the storage to read from; `uri` is then a path in that storage.
+        **options: those of S3ImageFolder. A local folder needs no `index` and no `cache`; with
             on_error="skip", or as the root of a storage, S3ImageFolder reads it.
 
     Raises:
@@ -254,7 +254,7 @@ def image_folder(
             FileNotFoundError.
 
     Example:
-        Images that are read where the run's source has them:
+        The images of the run's source:
 
             from prefect_torch_ddp.data import image_folder
 

@@ -83,8 +83,8 @@ def write_index(source: Readable, folder: str | Path) -> int:
 
     Args:
         source: the dataset, such as `ctx.source`.
-        folder: exists. The file's name is `objects.jsonl.gz`: JSON lines of names, sizes and
-            ETags.
+        folder: an existing folder. The index is the file `objects.jsonl.gz` in it: JSON lines
+            of names, sizes and ETags.
 
     Returns:
         The number of objects.

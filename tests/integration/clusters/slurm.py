@@ -22,7 +22,7 @@ PACKAGES = "slurmctld slurmd slurm-client munge"
 NUM_TRIES = 3
 
 # Kills only the process group of a job's script, the least that Slurm has: ranks lead sessions
-# of their own and must end by themselves. config_overrides: the nodes have what is said here,
+# of their own and must end by themselves. config_overrides: the nodes have what is set here,
 # whatever this machine has. KillWait: SIGTERM to SIGKILL.
 CONFIG = """
 ClusterName=imitated

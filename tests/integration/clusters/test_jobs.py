@@ -167,7 +167,7 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
         workers_timeout_s=120,
         cluster=example(site, tmp_path),
     )
-    # On Slurm the job whose worker has ranks alone: Prefect retries the task. On PBS the one
+    # On Slurm the job whose worker has only ranks: Prefect retries the task. On PBS the one
     # whose worker runs the task itself, out of reach of Prefect: the flow submits the task
     # again. Dask takes 15 s to believe that a worker won't come back.
     with (

@@ -76,7 +76,7 @@ def write_images(storage: Storage, classes: list[str], num_each: int) -> None:
             storage.write(f"{name}/{name}{i:02}.jpg", file.getvalue())
     storage.write("notes.txt", b"no class")
     if isinstance(storage, DirectoryStorage):
-        (storage.root / ".tmp").rmdir()  # where it wrote; torchvision would take it for a class
+        (storage.root / ".tmp").rmdir()  # where it wrote; torchvision would list it as a class
 
 
 def write_cifar10(folder: Path, num_each: int) -> None:

@@ -60,7 +60,7 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     with own_cluster(1) as (cluster, client), ThreadPoolExecutor(1) as pool:
         gang = pool.submit(run_gang, client, failing.hold_in_first, **call)
         wait_until(lambda: len(events) >= 3 and {*map(type, events)} == {LogLine, Waiting})
-        said = list(events)  # once it has come, more may be said of it
+        said = list(events)  # once it has come, more lines about it may follow
         with extra_worker(cluster, 2) as worker:
             kill_when_all_hold(tmp_path, 2, lambda: worker.pid)
             assert gang.result(HANG_S) == [1]

@@ -168,7 +168,7 @@ def test_a_full_disk_is_named(tmp_path):
     disk.mkdir()
     unshare = ["unshare", "--mount"]
     unshare += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    # A disk of its own, seen by the child alone.
+    # A disk of its own, seen only by the child.
     mount = f"mount -t tmpfs -o size=256k none {disk} || exit 77; exec {sys.executable} -c "
     code = (
         "from pathlib import Path; from prefect_torch_ddp import DirectoryStorage;"

@@ -80,7 +80,7 @@ def test_refused_before_a_process_starts(
 
 @pytest.mark.usefixtures("prefect_api")
 def test_more_ranks_than_cores_are_warned_of() -> None:
-    """The run goes on: it may be a test of the code."""
+    """The run continues: it may be a test of the code."""
 
     @flow(task_runner=DaskTaskRunner())
     def ask() -> UUID:

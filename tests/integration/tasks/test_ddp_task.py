@@ -195,7 +195,7 @@ def test_without_parentheses_it_takes_all_workers_and_any_argument(
     assert saved == ["2", "2"]
 
 
-# What Prefect says of a task's log lines where there is no flow run to send them to.
+# What Prefect says of a task's log lines if there is no flow run to send them to.
 def test_a_relative_path_and_a_home_are_the_callers(
     dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_retry_resumes_and_each_training_has_a_page_of_its_own(
     flow_run_id, (faulty, whole) = trains()
     took_s = time.monotonic() - began_s
     start = faulty["made"][0]
-    # The checkpoint of step 6 is written while step 7 goes on, and may not be whole by then.
+    # The checkpoint of step 6 is written during step 7, and may not be whole by then.
     assert start in (4, 7)
     assert (faulty["attempt"], faulty["made"]) == (2, list(range(start, 13)))
     assert (whole["attempt"], whole["made"]) == (1, list(range(1, 13)))

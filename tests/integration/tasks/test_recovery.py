@@ -241,7 +241,7 @@ def test_tonight_goes_on_with_yesterday(
         given = {"resume_from": reference, "options": options, "checkpoint": checkpoint}
         return train_flow(params(**given))
 
-    with pytest.raises(RankFailedError, match="SIGKILL"):  # there is none to go on with
+    with pytest.raises(RankFailedError, match="SIGKILL"):  # there is none to continue
         tonight("latest", fault=KILLED)
     resumed = tonight("latest")
     assert resumed.training.resumed_from_step in (5, 10)

@@ -98,7 +98,7 @@ def test_a_stream_is_refused_with_the_ways_out(dataset, name) -> None:
 
 
 def test_a_dictionary_of_splits_is_refused_by_their_names() -> None:
-    """Its length is the number of splits, which would be taken for that of samples."""
+    """Its length is the number of splits, which would count as the number of samples."""
     splits = {"train": rows(), "test": rows(3)}
     stream = {"train": rows().to_iterable_dataset()}
     for dataset, names in (

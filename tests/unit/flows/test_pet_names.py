@@ -43,7 +43,7 @@ def test_each_letter_is_to_be_foreseen_from_those_before() -> None:
 
 
 def test_new_names_are_seeded_and_on_no_list() -> None:
-    """In any case, each once; fewer where there are no more."""
+    """In any case, each once; fewer if there are no more."""
     torch.manual_seed(0)
     net, options = NameNet(2, hidden=4).eval(), Options(num_new=20)
     known = ["A", "aB", "BA"]

@@ -48,7 +48,7 @@ def wander_by(seed: int, ahead_s: float) -> list[Outcome]:
                 break
             then = end_of(step + 1) if step < last else outside_after(step)
             found = agreement.reach(end_of(step), then, want_now(own))
-            # A round that the rank left behind with its loop may be found late; all others are
+            # A round that the rank abandoned with its loop may be found late; all others are
             # found at their point.
             assert found is None or found.point == end_of(step), found
             agreed += [] if found is None else [found]
@@ -79,7 +79,7 @@ def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: fl
 
 
 def end_first() -> Outcome | None:
-    """Return what rank 0 is told if it wants a save at a step's end that rank 1 has passed."""
+    """Return rank 0's answer if it wants a save at the end of a step that rank 1 has passed."""
     module.POLL_S = 60.0  # so that rank 1 can't answer before it closes
     agreement = Agreement(dist.get_rank(), 2, outside_after(0), ahead_s=0.4)
     agreement.begin(outside_after(0), end_of(1), end_of(1), Want.NOTHING)

@@ -47,7 +47,7 @@ def test_regression_scores_are_those_of_scikit_learn(
 
 
 def test_r2_is_left_out_where_the_targets_are_all_the_same() -> None:
-    """Also where their mean in floating point isn't quite them."""
+    """Also if their mean in floating point isn't quite them."""
     meter = RegressionMeter()
     meter.update(torch.full((3,), 0.2), torch.full((3,), 0.1, dtype=torch.float64))
     assert set(meter.report().metrics) == {"mae", "rmse"}

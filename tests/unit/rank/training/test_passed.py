@@ -165,7 +165,7 @@ class Killed(DirectoryStorage):
 
 
 def test_a_training_killed_behind_its_last_commit_had_ended(tmp_path: Path) -> None:
-    """Also where its early stopping would decide otherwise now."""
+    """Also if its early stopping would decide differently now."""
     with pytest.raises(CheckpointError):
         summing(Killed(tmp_path), ON_DEMAND, "never", goal=4)
     summing(DirectoryStorage(tmp_path), ON_DEMAND, "never", goal=4)

@@ -1,4 +1,4 @@
-"""A training that is taken up again in one of several loops, or with another order; checkpoints
+"""A training that is resumed in one of several loops, or with another order; checkpoints
 that are asked for oddly."""
 
 import math

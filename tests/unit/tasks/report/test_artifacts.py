@@ -24,7 +24,7 @@ DIGITS = "prefect_torch_ddp.examples.digits"
     ],
 )
 def test_a_key_is_the_short_name_and_the_kind(experiment: str, expected: str) -> None:
-    """The workload, the deployment or flow; a digest where more than one experiment may be so
+    """The workload, the deployment or flow; a digest if more than one experiment may be so
     called. Lowercase letters, digits and dashes, whatever the name holds."""
     assert re.fullmatch(expected.replace("DIGEST", "[0-9a-f]{6}"), key("report", experiment))
 
