@@ -109,7 +109,7 @@ def test_a_loader_without_a_state_begins_the_next_pass(
     with caplog.at_level(logging.WARNING):
         whole = epochs_of(tmp_path / "whole")
         assert "iterates over a DataLoader without state_dict and load_state_dict" in caplog.text
-        assert "begins from the start\n" not in caplog.text
+        assert "start from the beginning\n" not in caplog.text
         assert whole[:3] != whole[3:]
         with pytest.raises(InterruptedError):
             epochs_of(tmp_path, dies_at=3)
