@@ -144,7 +144,7 @@ cluster_kwargs:
     ("text", "status", "says"),
     [
         (SLURM, 1, ["#SBATCH -p batch", "--signal=B:USR1@120", "there is no sbatch here"]),
-        (SLURM.replace("lo\n", "nowhere0\n"), 1, ["refuses the file's", "'nowhere0' is not a valid"]),
+        (SLURM.replace("lo\n", "nowhere0\n"), 1, ["refuses the file", "'nowhere0' is not a valid"]),
         (SLURM.replace(" queue", " qeue"), 1, ["unexpected keyword argument 'qeue'"]),
         (SLURM.replace("SLURM", "SLRM"), 1, ["'dask_jobqueue.SLRMCluster' can't be imported"]),
         (SLURM.replace("cluster_kwargs", "kwargs"), 2, ["there is no option kwargs; did you"]),
