@@ -67,7 +67,7 @@ class DatasetManifest(Result):
         return f"{dataset_key(self.dataset_id)}/{self.folder}"
 
     def report(self, storage: Storage) -> DatasetReport:
-        """Return the start of an error about the dataset."""
+        """Return the facts about the dataset that a run reports."""
         return DatasetReport(
             dataset_id=self.dataset_id,
             uri=f"{storage.uri.rstrip('/')}/{self.files_key}",
