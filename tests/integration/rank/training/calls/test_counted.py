@@ -81,7 +81,7 @@ def test_places_in_a_loader_of_others_are_of_one_number_of_ranks(tmp_path: Path)
     death = {"die_at": 6, "die_on": 1, "die_after": 4}
     assert Died(-9) in train_on(2, config_for(tmp_path, options=death), train_on_theirs)
     (refused,) = train_on(1, config_for(tmp_path), refused_or_begun)
-    assert "whose place each of 2 ranks saved" in refused
+    assert "whose position was saved by each of 2 ranks" in refused
     begin = {"on_other_world_size": "begin"}
     assert begin["on_other_world_size"] in refused
     (found,) = train_on(1, config_for(tmp_path, options=begin), train_on_theirs)
