@@ -15,6 +15,7 @@ import psutil
 from prefect import flow, get_client
 from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import RankContext, ddp_task
+from tests.support.waiting import wait_until
 
 @ddp_task(world_size=1)
 def fit(ctx: RankContext, seed: int) -> int:
@@ -25,10 +26,14 @@ def both():
     first, *others = fit.map([1, 2]), fit.submit(3)
     ranks = {each.result() for each in [*first, *others]}
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs()
+        def states():
+            return sorted(str(run.state_type.value) for run in client.read_task_runs())
+        # They reach the server as events, some moments after the results.
+        wait_until(lambda: not {"PENDING", "RUNNING"} & set(states()))
+        found = states()
     commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
     servers = sum("prefect.server.api.server:create_app" in each for each in commands)
-    return len(ranks), servers, sorted(str(run.state_type.value) for run in runs)
+    return len(ranks), servers, found
 
 if __name__ == "__main__":
     print(both())
