@@ -42,9 +42,11 @@ class Server:
     """Gives what lists a folder of its bucket, as this server reports its objects."""
 
 
-class Listed:
+class Listed(Readable):
     """Tells the index what a server that can't list would tell: names, sizes and ETags of the
     local files."""
+
+    uri = ""
 
     def __init__(self, folder: Path, uri: str) -> None:
         self.folder, self.uri = folder, uri

@@ -73,6 +73,9 @@ class S3Reader:
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """See `Readable.read_many`."""
+        if not parts and self._lean is None:
+            # What the client reads from botocore's files is shared with forked processes.
+            ask(self._location, "read", "", lambda _client: None)
         is_first = self._lean is None
         begun = [self._by_botocore(part) for part in parts[:1] if is_first]
         values = [*begun, *self._pool.map(self._by_lean_get, parts[len(begun) :])]

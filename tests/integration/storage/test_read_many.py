@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
-from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.client import client_of, connect
 from prefect_torch_ddp.storage.s3.read import NUM_MISSES
 from tests.support.s3_server import answer, cut_in_the_body, lose_the_answer
 from tests.support.storage_conformance import in_processes
@@ -52,6 +53,22 @@ def test_objects_and_parts_of_them_come_in_order(storage):
     ranges = [replace(part, start=i * 10, num_bytes=i) for i, part in enumerate(parts)]
     expected = [content[i * 10 : i * 11] for i, content in enumerate(contents)]
     assert storage.read_many(ranges) == expected
+
+
+def test_a_forked_process_parses_no_description_of_a_service(s3_server):
+    """A read of no parts before the fork is enough, as a dataset makes one for its workers."""
+    storage = s3_server.storage()
+    storage.read_many([])
+    (opened,) = in_processes([(opened_by_connect, storage)])
+    assert opened == []
+
+
+def opened_by_connect(storage):
+    """Return the files of botocore's that a new client opens."""
+    opened = []
+    sys.addaudithook(lambda event, found: event == "open" and opened.append(str(found[0])))
+    connect(storage)
+    return [name for name in opened if "botocore" in name]
 
 
 def test_a_failure_is_the_value_of_its_part_alone(storage):
