@@ -86,7 +86,8 @@ def restart_of(client: Client, stamp: Path) -> float:
     """Return the seconds from the SIGKILL of a rank to the first step of the next attempt, done
     on all ranks."""
     call: Any = {"args": (str(stamp),), "world_size": 2, "max_restarts": 1}
-    return max(run_gang(client, timed.die_once, **call)) - float(stamp.read_text())
+    first_step_s: float = max(run_gang(client, timed.die_once, **call))
+    return first_step_s - float(stamp.read_text())
 
 
 def torchrun_restart(script: Path, stamp: Path) -> float:

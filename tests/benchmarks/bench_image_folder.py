@@ -44,7 +44,7 @@ NUM_WORKERS, BATCH = 2, 64
 LOCAL = "ImageFolder, local disk"
 
 
-def to_tensor(image: Image.Image) -> torch.Tensor:
+def to_tensor(image: Image.Image) -> Any:
     """Resize, as a training would."""
     return functional.to_tensor(functional.resize(image, [224, 224]))
 
@@ -94,7 +94,7 @@ def test_epochs(server: Server, delay_s: float, served: Path, tmp_path: Path) ->
     with proxy(server.port, delay_s) as url:
 
         def storage(prefix: str) -> Any:
-            keys = {"access_key_id": server.key, "secret_access_key": server.secret}
+            keys: Any = {"access_key_id": server.key, "secret_access_key": server.secret}
             return S3Storage("bucket", prefix, endpoint_url=url, region="us-east-1", **keys)
 
         def ours(**options: Any) -> Dataset[Any]:
@@ -139,7 +139,7 @@ def test_cpu_of_a_get(tmp_path: Path) -> None:
     parts = [_written(bucket / f"{i:05d}.jpg") for i in range(NUM_GETS)]
     key, secret = SECRETS_OF_NOBODY
     with run_nginx(bucket, home) as server:
-        keys = {"access_key_id": key, "secret_access_key": secret}
+        keys: Any = {"access_key_id": key, "secret_access_key": secret}
         url = f"http://127.0.0.1:{server.port}"
         storage = S3Storage("bucket", endpoint_url=url, region="us-east-1", **keys)
         ways = {

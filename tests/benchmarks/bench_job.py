@@ -103,6 +103,7 @@ def _newest_tasks() -> dict[str, TaskRun]:
 
 def _flow_began(task_run: TaskRun) -> float:
     with get_client(sync_client=True) as client:
+        assert task_run.flow_run_id is not None
         return _seconds(client.read_flow_run(task_run.flow_run_id).start_time)
 
 
@@ -141,7 +142,8 @@ def test_whole_job(tmp_path: Path) -> None:
 def _summary(name: str, jobs: dict[str, list[Job]]) -> tuple[str, ...]:
     def ratio(of: str) -> float:
         pairs = zip(jobs[name], jobs[TORCHRUN], strict=True)
-        return statistics.median(getattr(j, of) / getattr(ref, of) for j, ref in pairs)
+        ratios: list[float] = [getattr(j, of) / getattr(ref, of) for j, ref in pairs]
+        return statistics.median(ratios)
 
     whole = [job.whole_s for job in jobs[name]]
     return (

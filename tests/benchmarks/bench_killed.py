@@ -40,7 +40,8 @@ def steps_of(client: Client, folder: Path, kind: str) -> int:
 
     log = RunAttemptLog(storage, "run", knows_steps=True)
     options: Any = {"world_size": 2, "max_restarts": 9, "attempt_log": log}
-    return min(run_gang(client, RUN_WITH_CONTEXT, args=arguments, **options))
+    num_steps: int = min(run_gang(client, RUN_WITH_CONTEXT, args=arguments, **options))
+    return num_steps
 
 
 def test_a_rank_is_killed_every_30_s(client: Client, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Images(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return self._augment(self._images[index % 64])
 
 
@@ -75,7 +75,7 @@ class Photos(Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return self._num_samples
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return self._augment(Image.open(io.BytesIO(self._files[index % 64])).convert("RGB"))
 
 

@@ -61,7 +61,7 @@ class Training:
         self._loader = RankLoader(
             dataset, global_batch_size=batch_size, rank=0, world_size=1, seed=1
         )
-        self._batches = self._endless()
+        self._batches: Any = self._endless()
 
     def _endless(self) -> Iterator[Any]:
         epoch = 0
@@ -134,7 +134,7 @@ def _measured(folder: Path) -> str:
     for start in (0, 0.37):
         loader = RankLoader(rows, global_batch_size=1024, rank=0, world_size=1)
         began_s = time.perf_counter()
-        steps = loader.lockstep(0, int(start * len(loader)))
+        steps: Any = loader.lockstep(0, int(start * len(loader)))
         next(iter(steps))
         firsts.append(time.perf_counter() - began_s)
         steps.close()

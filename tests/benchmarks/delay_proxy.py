@@ -40,7 +40,7 @@ class Client(asyncio.Protocol):
         transport, _ = await loop.create_connection(
             lambda: Upstream(self.client), self.host, self.port
         )
-        self.server = cast("asyncio.Transport", transport)
+        self.server = transport
         for data in self.early:
             self.server.write(data)
 

@@ -26,10 +26,12 @@ def run(storage: str, times: str, address: str | None = None) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        run(*sys.argv[1:])
+        _, storage, times, *address = sys.argv
+        run(storage, times, *address[:1])
     else:
         from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
         with local_cluster(n_workers=2) as cluster:
             for line in sys.stdin:
-                run(*json.loads(line), cluster.scheduler_address)
+                storage, times = json.loads(line)
+                run(storage, times, cluster.scheduler_address)

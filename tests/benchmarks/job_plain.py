@@ -37,7 +37,7 @@ def train(data: Path, times_file: Path) -> None:
         for number, (inputs, targets) in enumerate(loader):
             loss = cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()

@@ -57,8 +57,9 @@ class Others:
             torch.save(self._state(), place)
         elif way in (DCP, DCP_KEPT):
             stager = self._stager if way == DCP_KEPT else None
+            group: Any = self._group
             writing = dcp.async_save(
-                self._state(), checkpoint_id=place, process_group=self._group, async_stager=stager
+                self._state(), checkpoint_id=place, process_group=group, async_stager=stager
             )
             assert isinstance(writing, Future)
             self._writing = writing
@@ -93,7 +94,7 @@ def in_turns(
     model = ctx.wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ctx.track(model=model, optimizer=optimizer)
-    bare = model.module if ctx.world_size > 1 else model
+    bare: Any = model.module if ctx.world_size > 1 else model
     others = Others(
         ctx.rank,
         lambda: {"model": bare.state_dict(), "optimizer": optimizer.state_dict()},
