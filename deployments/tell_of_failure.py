@@ -8,13 +8,13 @@ environment, since it may hold a secret:
 
 import os
 import sys
-from typing import Any
 
-from prefect.automations import Automation
 from prefect.blocks.webhook import Webhook
 from prefect.events.actions import CallWebhook
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from pydantic import SecretStr
+
+from prefect_torch_ddp.tracking.automations import replace_automation
 
 NAME = "train-ddp-failed"
 TEXT = (
@@ -26,7 +26,7 @@ TEXT = (
 def register(url: str) -> None:
     """Create or replace the webhook's block and the automation."""
     block_id = Webhook(method="POST", url=SecretStr(url)).save(NAME, overwrite=True)
-    automation = Automation(
+    automation = AutomationCore(
         name=NAME,
         description="Tells of trainings that failed and are not tried again.",
         trigger=EventTrigger(
@@ -40,13 +40,7 @@ def register(url: str) -> None:
         ),
         actions=[CallWebhook(block_document_id=block_id, payload=TEXT)],
     )
-    try:
-        old: Any = Automation.read(name=NAME)
-    except ValueError:  # there is none
-        automation.create()
-    else:
-        automation.id = old.id
-        automation.update()
+    replace_automation(automation)
 
 
 def main() -> None:

@@ -80,28 +80,46 @@ def trains(params: dict[str, Any]) -> None:
 
 
 def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
-    """The automation makes one run with the crashed one's parameters, but to resume.
+    """The automation makes one run with the crashed one's parameters, but to resume; the third
+    crash within a day pauses it until it is registered again.
 
-    The flow watch, which other tests show, sets the state of a run that was killed.
+    test_deployment shows a run whose process was killed.
     """
     given = {"params": {"world_size": 3, "options": {"epochs": 2}, "resume_from": None}}
     with get_client(sync_client=True) as client:
         flow_id = client.create_flow(trains)
         deployment_id = client.create_deployment(flow_id, "crashing")
-        command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/crashing"]
-        for _ in range(2):  # the second replaces the first
-            subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-        crashed = client.create_flow_run_from_deployment(deployment_id, parameters=given)
-        client.set_flow_run_state(crashed.id, Running(), force=True)
-        client.set_flow_run_state(crashed.id, Crashed(message="killed"), force=True)
         of_it = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
 
-        def others() -> list[FlowRun]:
-            runs = client.read_flow_runs(deployment_filter=of_it)
-            return [run for run in runs if run.id != crashed.id]
+        def register() -> None:
+            command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/crashing"]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=120)
 
-        wait_until(others, what="a run that the automation makes")
-        (resumed,) = others()
-    assert resumed.parameters == {"params": {**given["params"], "resume_from": "latest"}}
-    assert resumed.state is not None
-    assert resumed.state.is_scheduled()
+        def crash() -> FlowRun:
+            crashed = client.create_flow_run_from_deployment(deployment_id, parameters=given)
+            client.set_flow_run_state(crashed.id, Running(), force=True)
+            client.set_flow_run_state(crashed.id, Crashed(message="killed"), force=True)
+            return crashed
+
+        def resumed() -> list[FlowRun]:
+            runs = client.read_flow_runs(deployment_filter=of_it)
+            return [run for run in runs if run.state is not None and run.state.is_scheduled()]
+
+        def enabled() -> bool:
+            name = "resume-crashed-train-ddp-crashing"
+            (automation,) = client.read_automations_by_name(name)
+            return automation.enabled
+
+        for _ in range(2):  # the second replaces the first
+            register()
+        crash()
+        wait_until(resumed, what="a run that the automation makes")
+        (first,) = resumed()
+        crash()
+        wait_until(lambda: len(resumed()) == 2)
+        assert enabled()
+        crash()
+        wait_until(lambda: not enabled(), what="a paused automation")
+        register()
+        assert enabled()
+    assert first.parameters == {"params": {**given["params"], "resume_from": "latest"}}

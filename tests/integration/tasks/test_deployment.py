@@ -1,6 +1,9 @@
-"""A deployment's run on a real server, a process work pool and a worker is cancelled."""
+"""A deployment's run on a real server, a process work pool and a worker is cancelled, suspended or
+killed."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from prefect.deployments import run_deployment
 from prefect.flow_runs import suspend_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp import CheckpointParams, TrainParams
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -25,9 +28,15 @@ from tests.integration.tasks.test_cancel import (
     wait_for_checkpoint,
 )
 from tests.support.gangs import pids_in
-from tests.support.runs import logs_of, steered, wait_until_said
+from tests.support.runs import (
+    logs_of,
+    newest_flow_run,
+    steered,
+    train_states,
+    wait_until_said,
+)
 from tests.support.waiting import wait_until
-from tests.support.workers import prefect, worker_running
+from tests.support.workers import ROOT, prefect, worker_running
 
 pytestmark = pytest.mark.long
 
@@ -98,7 +107,39 @@ def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
         wait_until(lambda: not set(pids_in(tmp_path, 2)) & set(ranks), 150)
         (tmp_path / "enough").touch()
         wait_until(lambda: state() == "Completed")
-    storage = DirectoryStorage(tmp_path / "store")
-    stored = FINISHED.from_bytes(storage.read(finished_key(run_id)), storage.uri)
-    summary = TrainingSummary.model_validate(stored)
+    summary = summary_of(tmp_path, run_id)
     assert (summary.attempt, summary.resumed_from_step) == (2, saved)
+
+
+def test_a_killed_run_is_resumed_by_the_automation(tmp_path: Path) -> None:
+    """The flow's process gets SIGKILL in mid training: no task run stays open, and a new run
+    continues from the newest checkpoint."""
+    register = [sys.executable, "deployments/resume_crashed.py", "train-ddp/nightly"]
+    subprocess.run([*register, "--after", "5"], cwd=ROOT, check=True, timeout=120)
+    saving = CheckpointParams(every_s=None, every_steps=5)
+    begin(steered(tmp_path, checkpoint=saving))
+    ranks = pids_in(tmp_path, 2, timeout_s=150)
+    wait_for_checkpoint(tmp_path)
+    killed, run_id = newest_flow_run(), newest_run()[1]
+    assert killed.infrastructure_pid is not None  # host:pid
+    psutil.Process(int(killed.infrastructure_pid.rpartition(":")[2])).kill()
+    wait_until(lambda: newest_flow_run().id != killed.id, what="a run that the automation makes")
+    resumed = newest_flow_run()
+    assert resumed.parameters["params"]["resume_from"] == "latest"
+    wait_until(lambda: not set(pids_in(tmp_path, 2)) & set(ranks), 150)
+    (tmp_path / "enough").touch()
+    with get_client(sync_client=True) as client:
+        wait_until(lambda: client.read_flow_run(resumed.id).state_name == "Completed")
+        assert client.read_flow_run(killed.id).state_name == "Crashed"
+    assert train_states(killed.id) == ["Crashed"]
+    assert newest_run()[1] != run_id
+    summary = summary_of(tmp_path, newest_run()[1])
+    assert summary.resumed_from_step is not None
+    assert summary.resumed_from_step % 5 == 0
+
+
+def summary_of(folder: Path, run_id: str) -> TrainingSummary:
+    """Read what a run's training has left at its end."""
+    storage = DirectoryStorage(folder / "store")
+    stored = FINISHED.from_bytes(storage.read(finished_key(run_id)), storage.uri)
+    return TrainingSummary.model_validate(stored)
