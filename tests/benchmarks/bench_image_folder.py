@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torchvision.datasets import ImageFolder
