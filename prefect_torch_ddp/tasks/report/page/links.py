@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.tasks.report.markdown import code
+from prefect_torch_ddp.tasks.report.markdown import code, text
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,13 @@ class Links:
 
     def run(self, record: RunRecord) -> str:
         """Show a run by its id, as a link to its page if there is one."""
-        shown, url = code(record.run_id), self.in_ui(record)
+        url = self.in_ui(record)
         if self.root:
             # It is written at the end.
             has_ended = record.state != "training"
             url = self._path(report_key(record.run_id)) if has_ended else ""
-        return f"[{shown}]({url})" if url else shown
+        # Prefect's UI shows the backticks of code that is a link.
+        return f"[{text(record.run_id)}]({url})" if url else code(record.run_id)
 
     def runs(self, record: RunRecord) -> str:
         """Return the way to the list of the experiment's runs; empty from a page in the UI."""

@@ -111,7 +111,7 @@ def test_a_page_in_a_storage_leads_to_what_lies_near_it() -> None:
     old = RECORD.model_copy(update={"run_id": "old 1", "flow_run_id": flow_run})
     trains, done = (old.model_copy(update={"state": state}) for state in ("training", "completed"))
     in_file = Links("http://ui/", ROOT, report_key(RUN))
-    assert in_file.run(done) == "[`old 1`](../old%201/report.html)"
+    assert in_file.run(done) == "[old 1](../old%201/report.html)"
     assert in_file.run(trains) == "`old 1`", "it has no report yet"
     place = f"{ROOT}runs/{RUN}/models/000002/a(b).pt"
     assert in_file.place(place) == f"[`{place}`](models/000002/a%28b%29.pt)"
@@ -120,9 +120,9 @@ def test_a_page_in_a_storage_leads_to_what_lies_near_it() -> None:
     folder = "run-records/train-ddp-nightly-flows-digits"
     assert in_file.runs(RECORD) == f"../../{folder}/runs.html"
     in_list = Links("", ROOT, runs_key(RECORD))
-    assert in_list.run(done) == "[`old 1`](../../runs/old%201/report.html)"
+    assert in_list.run(done) == "[old 1](../../runs/old%201/report.html)"
     in_ui = Links("http://ui/")
-    assert in_ui.run(trains) == f"[`old 1`](http://ui/runs/flow-run/{flow_run})"
+    assert in_ui.run(trains) == f"[old 1](http://ui/runs/flow-run/{flow_run})"
     assert (in_ui.place(place), in_ui.runs(RECORD)) == (f"`{place}`", "")
     assert Links().run(done) == "`old 1`"
 
