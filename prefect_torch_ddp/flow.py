@@ -141,7 +141,7 @@ def _run(run: Run) -> TrainReport:
 def _served(params: TrainParams) -> Iterator[None]:
     """Have all tasks use the flow run's server, and end should the flow's process be killed."""
     # On a cluster that isn't ours, end gracefully.
-    grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
+    grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.is_running else OURS_GRACE_S
     with closed_if_killed(UUID(flow_run.id), grace_s), flow_server():
         yield
 

@@ -54,6 +54,7 @@ TITLES = {
     "on_failure": "If one can't be written",
     "compare_replicas": "Compare the ranks' weights",
     "address": "Address of the scheduler",
+    "scheduler_file": "File of the scheduler",
     "cluster_class": "Cluster class",
     "cluster_kwargs": "Arguments of the cluster",
     "adapt_kwargs": "Arguments of adapt",

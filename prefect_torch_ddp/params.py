@@ -273,6 +273,9 @@ class ClusterParams(Params):
 
     address: str | None = None
     """Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class."""
+    scheduler_file: str | None = None
+    """File that `dask scheduler --scheduler-file` writes, in place of the address. A run waits for
+    it for workers_timeout_s."""
     cluster_class: str | None = None
     """Import path of a cluster class to start for the run, e.g. dask_jobqueue.SLURMCluster.
     Excludes address."""
@@ -284,11 +287,20 @@ class ClusterParams(Params):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        if self.address and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
+        if self.address and self.scheduler_file:
+            msg = "cluster.address and cluster.scheduler_file both name a cluster: give only one"
+            raise ValueError(msg)
+        if self.is_running and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
+            name = "address" if self.address else "scheduler_file"
             others = "cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
-            msg = f"cluster.address names a running cluster; leave {others}"
+            msg = f"cluster.{name} names a running cluster; leave {others}"
             raise ValueError(msg)
         return self
+
+    @property
+    def is_running(self) -> bool:
+        """Whether somebody else starts and stops the cluster."""
+        return bool(self.address or self.scheduler_file)
 
 
 def _module_name(value: object) -> object:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,6 +62,9 @@ def train(
         str | None,
         typer.Option(metavar="URL", help="A running Dask scheduler; default: a local cluster."),
     ] = None,
+    cluster_file: Annotated[
+        Path | None, typer.Option(metavar="YAML", help="A file of ClusterParams, as for doctor.")
+    ] = None,
 ) -> None:
     """Train and evaluate a workload.
 
@@ -73,11 +77,23 @@ def train(
         "data_options": parse_values(data_option, "-d"),
         "storage": storage,
         "source": source,
-        **({"cluster": {"address": address}} if address else {}),
+        **_cluster(address, cluster_file),
     }
     params = checked_params({**given, **_over(given, _changes(param, TRAIN_FLAGS))})
     _check_workload(params)
     print(_trained(params))
+
+
+def _cluster(address: str | None, cluster_file: Path | None) -> dict[str, Any]:
+    """Return the parameter that chooses the cluster, if an option does."""
+    if cluster_file is None:
+        return {"cluster": {"address": address}} if address else {}
+    if address:
+        msg = "--address names a running cluster, --cluster-file another: give only one of them"
+        raise InvalidParamsError(msg)
+    from prefect_torch_ddp.doctor.cluster_file import read_cluster_file
+
+    return {"cluster": read_cluster_file(cluster_file).model_dump(exclude_unset=True)}
 
 
 def resume(

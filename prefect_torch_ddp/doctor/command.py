@@ -25,6 +25,7 @@ from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
+from prefect_torch_ddp.tasks.scheduler_file import scheduler_address
 
 FEW_OPEN_FILES = 4096
 LITTLE_SHARED_BYTES = 2**30
@@ -224,7 +225,7 @@ def examine(
         msg = "--cluster names a running cluster, --cluster-file a new one: give only one of them"
         raise InvalidParamsError(msg)
     params = ClusterParams() if cluster_file is None else read_cluster_file(cluster_file)
-    cluster = cluster or params.address
+    cluster = cluster or scheduler_address(params, limit_s)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     doctor = Doctor(Console(), interface, limit_s)
     with ExitStack() as stack:

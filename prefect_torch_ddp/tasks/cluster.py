@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 import distributed
-from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 from prefect import Task
@@ -20,7 +19,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun, Pause
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
-from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.errors import (
@@ -31,7 +29,6 @@ from prefect_torch_ddp.errors import (
     StorageError,
     TaskCancelled,
 )
-from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.caller.workers import until_gone, workers_away
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
@@ -39,7 +36,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import allow_slow_start
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.local_cluster import local_cluster
+from prefect_torch_ddp.tasks.chosen_cluster import point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.frames import quiet_frames
@@ -79,19 +76,21 @@ def connect(params: TrainParams, storage: Storage) -> bool:
     """
     runner, cluster = _runner(), params.cluster
     already = _open_client()
-    if already is not None and (cluster.address or cluster.cluster_class):
+    if already is not None and (cluster.is_running or cluster.cluster_class):
         address = already.scheduler.address if already.scheduler else already.status
         do = "close it, or leave params.cluster empty"
         msg = f"a Dask client of {address} is open in this process and would be used: {do}"
         raise InvalidParamsError(msg)
-    _configure(runner, params)
+    point_at_cluster(runner, params)
     try:
         client = runner.client
     except Exception as error:
         made_by = cluster.cluster_class or "LocalCluster"
         what, do = f"cluster class {made_by!r}", "check cluster.cluster_kwargs"
-        if cluster.address:
-            what = f"cluster.address {cluster.address!r}"
+        if cluster.is_running:
+            what = f"cluster.address {runner.address!r}"
+            if cluster.scheduler_file:
+                what = f"cluster.scheduler_file {cluster.scheduler_file!r} ({runner.address})"
             do = "is its scheduler running, and reachable from here?"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
@@ -149,34 +148,6 @@ def _is_here(client: distributed.Client, storage: Storage) -> bool:
         msg = f"the hosts don't share the storage {storage.uri}: {dont}; {do}"
         raise InvalidParamsError(msg)
     return False
-
-
-def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
-    # A flow run has a runner of its own (`duplicate`), and its client is made at the first use.
-    cluster = params.cluster
-    if cluster.address:
-        runner.address = cluster.address
-        runner.client_kwargs = {**runner.client_kwargs, "timeout": "10s"}
-        return
-    runner.adapt_kwargs = dict(cluster.adapt_kwargs)
-    if cluster.cluster_class:
-        try:
-            runner.resolved_cluster_class = from_qualified_name(cluster.cluster_class)
-        except (ImportError, AttributeError, ValueError) as error:
-            msg = f"cluster.cluster_class {cluster.cluster_class!r} can't be imported: {error}"
-            raise InvalidParamsError(msg) from error
-        runner.cluster_kwargs = dict(cluster.cluster_kwargs)
-        return
-    runner.cluster_class = local_cluster
-    if params.world_size > CPU_COUNT:
-        get_run_logger().warning(
-            "%d ranks share the %d cores of this machine, so each step takes longer than with %d",
-            *(params.world_size, CPU_COUNT, CPU_COUNT),
-        )
-    ranks_each = params.ranks_per_worker or 1
-    num_workers = num_workers_needed(params.world_size, ranks_each)
-    shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
-    runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}
 
 
 @contextmanager

@@ -63,14 +63,20 @@ class WithoutFrames(logging.Formatter):
 
 
 def quiet_frames() -> None:
-    """Have Prefect's log in this terminal leave out the frames of our own errors."""
+    """Have Prefect's log, in this terminal and in the UI, leave out the frames of our own errors.
+
+    A deployed run's error has no frames when its flow raises it, but Prefect's engine adds its own
+    and logs them: "Engine execution exited with unexpected exception".
+    """
     import prefect.main  # noqa: F401, PLC0415 - configures logging
-    from prefect.logging.handlers import PrefectConsoleHandler  # noqa: PLC0415 - the same
+    from prefect.logging.handlers import (  # noqa: PLC0415 - the same
+        APILogHandler,
+        PrefectConsoleHandler,
+    )
 
     for name in ("", *logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:
-            formatter = handler.formatter
-            if formatter is None or isinstance(formatter, WithoutFrames):
-                continue
-            if isinstance(handler, PrefectConsoleHandler):
+            formatter = handler.formatter or logging.Formatter()  # what a handler without one uses
+            is_ours = isinstance(formatter, WithoutFrames)
+            if isinstance(handler, (PrefectConsoleHandler, APILogHandler)) and not is_ours:
                 handler.setFormatter(WithoutFrames(formatter))

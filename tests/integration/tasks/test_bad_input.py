@@ -18,7 +18,8 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
-from prefect_torch_ddp.tasks.cluster import _configure, _runner
+from prefect_torch_ddp.tasks.chosen_cluster import point_at_cluster
+from prefect_torch_ddp.tasks.cluster import _runner
 from tests.support.runs import wait_until_said
 
 NOBODY = "tcp://127.0.0.1:1"
@@ -84,7 +85,7 @@ def test_more_ranks_than_cores_are_warned_of() -> None:
 
     @flow(task_runner=DaskTaskRunner())
     def ask() -> UUID:
-        _configure(_runner(), TrainParams(world_size=CPU_COUNT + 1))
+        point_at_cluster(_runner(), TrainParams(world_size=CPU_COUNT + 1))
         return UUID(flow_run.id)
 
     says = f"{CPU_COUNT + 1} ranks share the {CPU_COUNT} cores of this machine"

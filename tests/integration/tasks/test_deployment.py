@@ -1,11 +1,13 @@
 """A deployment's run on a real server, a process work pool and a worker is cancelled, suspended or
-killed."""
+killed, or fails."""
 
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
@@ -43,6 +45,8 @@ pytestmark = pytest.mark.long
 MAX_LINES = 5
 """Of warnings and errors about a cancel: what each rank, the task and the flow say at most."""
 
+FAULT = {"fault": {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _deployed(prefect_server: str) -> Iterator[None]:
@@ -58,10 +62,11 @@ def _deployed(prefect_server: str) -> Iterator[None]:
             yield
 
 
-def begin(params: TrainParams) -> None:
-    """Ask for a run."""
+def begin(params: TrainParams) -> UUID:
+    """Ask for a run; return its flow run's id."""
     given = {"params": params.model_dump(mode="json")}
-    run_deployment("train-ddp/nightly", parameters=given, timeout=0)  # seconds: don't wait
+    run: Any = run_deployment("train-ddp/nightly", parameters=given, timeout=0)  # s: don't wait
+    return UUID(str(run.id))
 
 
 def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
@@ -86,6 +91,16 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     errors = [line.message for line in lines if line.level >= logging.ERROR]
     assert [text.partition("(")[0] for text in errors] == ["Finished in state Cancelled"]
     assert sum(line.message.count("\n") + 1 for line in lines) <= MAX_LINES, lines
+
+
+def test_a_failed_run_is_logged_without_the_frames_of_prefect(tmp_path: Path) -> None:
+    """No line of a deployed run's log is a traceback but the rank's own, in the user's code."""
+    params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path), options=FAULT)
+    failed = begin(params)
+    wait_until_said(failed, "Finished in state Failed", "RankFailedError")
+    wait_until_said(failed, "Engine execution exited")
+    lines = [line.message for line in logs_of(failed)]
+    assert not [text for text in lines if "site-packages/prefect/" in text]
 
 
 def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:

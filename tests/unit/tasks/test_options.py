@@ -156,6 +156,8 @@ def test_methods_and_functions_whose_call_runs_nothing_are_refused() -> None:
             "leave cluster_class and cluster_kwargs empty",
         ),
         ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
+        ({"cluster": {"scheduler_file": "x", "cluster_class": "a.B"}}, "scheduler_file names a"),
+        ({"cluster": {"scheduler_file": "x", "address": "tcp://x:1"}}, "give only one"),
         ({"determinism": "elastic"}, "virtual_ranks is empty: give the most ranks"),
     ],
 )

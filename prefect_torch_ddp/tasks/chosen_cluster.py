@@ -1,0 +1,45 @@
+"""Which Dask cluster a run of train-ddp uses: one that runs, a class to start, or a local one."""
+
+from dask.system import CPU_COUNT
+from prefect.logging import get_run_logger
+from prefect.utilities.importtools import from_qualified_name
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.placement import num_workers_needed
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.tasks.local_cluster import local_cluster
+from prefect_torch_ddp.tasks.scheduler_file import scheduler_address
+
+
+def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
+    """Have a flow run's task runner use the cluster that the parameters choose.
+
+    Raises:
+        InvalidParamsError: the cluster class can't be imported, or there is no scheduler's file.
+    """
+    # A flow run has a runner of its own (`duplicate`), and its client is made at the first use.
+    cluster = params.cluster
+    if cluster.is_running:
+        runner.address = scheduler_address(cluster, params.workers_timeout_s)
+        runner.client_kwargs = {**runner.client_kwargs, "timeout": "10s"}
+        return
+    runner.adapt_kwargs = dict(cluster.adapt_kwargs)
+    if cluster.cluster_class:
+        try:
+            runner.resolved_cluster_class = from_qualified_name(cluster.cluster_class)
+        except (ImportError, AttributeError, ValueError) as error:
+            msg = f"cluster.cluster_class {cluster.cluster_class!r} can't be imported: {error}"
+            raise InvalidParamsError(msg) from error
+        runner.cluster_kwargs = dict(cluster.cluster_kwargs)
+        return
+    runner.cluster_class = local_cluster
+    if params.world_size > CPU_COUNT:
+        get_run_logger().warning(
+            "%d ranks share the %d cores of this machine, so each step takes longer than with %d",
+            *(params.world_size, CPU_COUNT, CPU_COUNT),
+        )
+    ranks_each = params.ranks_per_worker or 1
+    num_workers = num_workers_needed(params.world_size, ranks_each)
+    shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
+    runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}

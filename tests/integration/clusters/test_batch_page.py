@@ -1,0 +1,80 @@
+"""docs/batch.md as somebody on a login node types it, on Slurm's own daemons."""
+
+import os
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.clusters.sites import Site
+from tests.integration.test_manual import answers, terminal
+from tests.support.ports import free_port
+from tests.support.waiting import HANG_S, wait_until
+
+PAGE = Path(__file__).parents[3] / "docs" / "batch.md"
+BLOCK = re.compile(r"^```(?:yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"\A(?:#!.*\n)?# (\w+\.(?:yaml|sh))\n")
+COMMAND_S = 300
+
+
+def typed(block: str, folder: Path, port: int) -> str:
+    """Adapt a block as an operator does: folder, environment, server, network, accounts."""
+    activate = "source /shared/me/venv/bin/activate"
+    changes = {
+        activate: f"export PATH={Path(sys.executable).parent}:$PATH",
+        "/shared/me": str(folder),
+        "login1:4200": f"127.0.0.1:{port}",
+        "localhost:4200": f"127.0.0.1:{port}",
+        "--port 4200": f"--port {port}",
+        "0.0.0.0": "127.0.0.1",
+        "eth0": "lo",
+        ":8787": "127.0.0.1:0",
+    }
+    for old, new in changes.items():
+        block = block.replace(old, new)
+    return block
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
+def test_the_page_of_a_batch_system_as_it_is_typed(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs of a flow, jobs of a deployment, and one job of two nodes each complete a run."""
+    port, project = free_port(), tmp_path / "project"
+    project.mkdir()
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    exports, said = "", {}
+    with ExitStack() as terminals:
+        for found in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+            block = typed(found, tmp_path, port)
+            if named := NAMED.match(block):
+                (project / named[1]).write_text(block, encoding="utf-8")
+            elif block.startswith("# in a terminal"):
+                terminals.enter_context(terminal(block, tmp_path, dict(os.environ)))
+                if "server start" in block:
+                    wait_until(lambda: answers(f"http://127.0.0.1:{port}/api"), what="a server")
+            elif not block.startswith("# once"):
+                run = {"capture_output": True, "text": True, "timeout": COMMAND_S}
+                done = subprocess.run(
+                    ["bash", "-ec", exports + block], cwd=project, check=False, **run
+                )
+                assert done.returncode == 0, block + done.stdout[-4000:] + done.stderr[-4000:]
+                said[block.split(" ")[1]] = done.stdout
+                if "export " in block:
+                    exports = block
+        wait_until(lambda: not site.job_ids() and not site.processes(), 2 * HANG_S, "the job's end")
+    assert "#SBATCH --account=project-1" in said["doctor"]
+    assert "nothing is wrong" in said["doctor"]
+    assert "accuracy" in said["train"]
+    runs = list_records(DirectoryStorage(tmp_path / "runs"))
+    one_job = (project / "one_job.log").read_text()
+    assert [run.state for run in runs] == ["completed"] * 3, one_job
+    assert "accuracy" in one_job
