@@ -27,6 +27,7 @@ from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.watch.quiet_flow import without_frames
 from prefect_torch_ddp.tasks.watch.terminal import Display
+from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 
 DEFAULTS = TrainParams()
 OURS_GRACE_S = 5.0
@@ -120,16 +121,17 @@ def _run(run: Run) -> TrainReport:
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
-        training = _train(train_now, run, dataset)
-        checkpoint = chosen_checkpoint(run, training)
-        evaluation = on_worker(evaluate, params, run, checkpoint, training.world_size)
-        found = run, dataset, training, evaluation, checkpoint
-        report: TrainReport
-        if is_here:
-            with Display("publish"):
-                report = publish(*found)
-        else:
-            report = result_of(publish.submit(*found), params)
+        with trackers_fed(params, run.storage, run.experiment):
+            training = _train(train_now, run, dataset)
+            checkpoint = chosen_checkpoint(run, training)
+            evaluation = on_worker(evaluate, params, run, checkpoint, training.world_size)
+            found = run, dataset, training, evaluation, checkpoint
+            report: TrainReport
+            if is_here:
+                with Display("publish"):
+                    report = publish(*found)
+            else:
+                report = result_of(publish.submit(*found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     for what, place in (("run in Prefect", url), ("report", report.report_uri)):
         if place is not None:

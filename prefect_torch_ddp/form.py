@@ -44,6 +44,7 @@ TITLES = {
     "determinism": "Determinism",
     "virtual_ranks": "Virtual ranks",
     "ledger": "Record the samples of each step",
+    "trackers": "Experiment trackers",
     "every_s": "Checkpoint every (seconds)",
     "every_steps": "Checkpoint every (steps)",
     "every_epochs": "Checkpoint every (epochs)",

@@ -90,6 +90,8 @@ def _values(name: str, shape: dict[str, Any], schema: dict[str, Any]) -> str:
         choices = shape.get("enum", [shape.get("const")])
         return ", ".join(f'`"{each}"`' for each in choices)
     kind = str(shape.get("type", "anything"))
+    if {"enum", "const"} & shape.get("items", {}).keys():
+        return f"some of {_values(name, shape['items'], schema)}"
     if kind in ("integer", "number"):
         unit = UNITS.get(name.rpartition("_")[2], "a number")
         limits = (("minimum", "≥"), ("exclusiveMinimum", ">"))

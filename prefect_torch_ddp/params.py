@@ -4,12 +4,13 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,6 +29,7 @@ from prefect_torch_ddp.protocol.rank import Backend, Launcher
 from prefect_torch_ddp.refusals import with_near_names
 
 Determinism = Literal["default", "elastic"]
+TrackerName = Literal["mlflow"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -229,6 +231,7 @@ class ContextOptions(GangOptions, total=False):
     determinism: Determinism
     virtual_ranks: int | None
     ledger: bool
+    trackers: Sequence[TrackerName]
 
 
 class ContextParams(GangParams):
@@ -261,6 +264,13 @@ class ContextParams(GangParams):
     ledger: bool = False
     """Whether to record the samples that each step trains on. `read_ledger` checks the record, and
     the report says whether each sample was used once."""
+    trackers: Annotated[
+        tuple[TrackerName, ...],
+        BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given),
+        AfterValidator(lambda given: tuple(dict.fromkeys(given))),
+    ] = ()
+    """Experiment trackers that a process next to the flow keeps up to date with the run. Their
+    settings are read from the environment of the flow, such as MLFLOW_TRACKING_URI."""
 
     @model_validator(mode="after")
     def _check_determinism(self) -> Self:

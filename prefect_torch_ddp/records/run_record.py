@@ -6,8 +6,8 @@ all runs and the previous one is found without reading them all.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC
+from collections.abc import Container, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from pydantic import AwareDatetime, PrivateAttr
@@ -138,8 +138,7 @@ class RunRecord(Result):
     @property
     def key(self) -> str:
         """Where it is in the storage."""
-        moment = self.began.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
-        return f"{_folder(self.experiment)}{moment}-{self.run_id}.json"
+        return f"{_folder(self.experiment)}{_text_of(self.began)}-{self.run_id}.json"
 
     @property
     def duration_s(self) -> float | None:
@@ -210,6 +209,27 @@ def newest_runs(storage: Storage, experiment: str, most: int) -> list[RunRecord]
     return [each for each in found if each.experiment == experiment]
 
 
+def records_since(
+    storage: Storage, experiment: str, moment: datetime, known: Container[str]
+) -> Iterator[RunRecord]:
+    """Yield the records of an experiment's runs that began at a moment or later.
+
+    Args:
+        storage: where they are.
+        experiment: of the runs.
+        moment: aware of its time zone; to the second.
+        known: keys of records that are left out.
+
+    Raises:
+        NewerFormatError: one is of a newer format.
+        StorageError: the storage can't be read.
+    """
+    first = f"{_folder(experiment)}{_text_of(moment)}"
+    stored = [each for each in _stored(storage, experiment) if each.key >= first]
+    found = read_records(storage, [each for each in stored if each.key not in known])
+    yield from (each for each in found if each.experiment == experiment)
+
+
 def run_ids(storage: Storage) -> list[str]:
     """Return the ids of all runs that have a record, newest first; raises StorageError."""
     names = [each.key.rpartition("/")[2] for each in _stored(storage, None)]
@@ -272,6 +292,10 @@ def _stored(storage: Storage, experiment: str | None) -> list[StoredObject]:
 def _folder(experiment: str) -> str:
     # Two experiments may share a folder: the record itself has the whole name.
     return f"{PREFIX}{re.sub(r'[^a-z0-9]+', '-', experiment.lower()).strip('-')[:100] or 'run'}/"
+
+
+def _text_of(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _run_id_of(key: str) -> str:

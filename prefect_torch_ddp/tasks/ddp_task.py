@@ -16,7 +16,7 @@ from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
 from prefect.tasks import TaskOptions
 
-from prefect_torch_ddp.blocks import absolute_reference
+from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
@@ -25,12 +25,19 @@ from prefect_torch_ddp.params import ContextOptions
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.gangs.task_training import TaskCode, TaskParams, train
+from prefect_torch_ddp.tasks.gangs.task_training import (
+    TaskCode,
+    TaskParams,
+    experiment_of_task,
+    train,
+)
 from prefect_torch_ddp.tasks.off_thread import off_thread
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.tracker_feed import feed_until_flow_ends
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 from prefect_torch_ddp.tracking.digest import value_digest
+from prefect_torch_ddp.tracking.trackers.known import check_trackers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,6 +196,10 @@ class GangTask(Task[P, R]):
         """Return the task for a call of now, which stores where its caller means."""
         made = copy(self)
         storage = absolute_reference(self.params.storage)
+        if self.params.trackers:
+            check_trackers(self.params.trackers)
+            experiment = experiment_of_task(self.name, self.params, self.code)
+            feed_until_flow_ends(self.params, resolve_storage(storage), experiment)
         return made.with_params(self.params.model_copy(update={"storage": storage}))
 
     @contextmanager

@@ -18,6 +18,7 @@ from prefect_torch_ddp.tasks.cluster import with_ranks_placed
 from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
 from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point
+from prefect_torch_ddp.tracking.trackers.known import check_trackers
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
 RUN_STAGE = Call("prefect_torch_ddp.rank.stages:run_stage", takes_context=True)
@@ -48,6 +49,7 @@ class Run:
         params = with_ranks_placed(params)
         workload = read_workload(params.workload)
         check_options(workload, [*params.options, *params.data_options])
+        check_trackers(params.trackers)
         storage = resolve_storage(params.storage)
         storage.check_writable()
         source = None if params.source is None else resolve_source(params.source)

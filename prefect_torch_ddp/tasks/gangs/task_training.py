@@ -65,9 +65,7 @@ def train(
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
     run_id = task_run_id(context, params, call.args, call.kwargs)
-    name, key = context.task.name, params.run_key
-    # What the runs of this task in this flow, or deployment, have in common.
-    experiment = experiment_of(code.module, name if key is None else f"{name}:{key}")
+    experiment = experiment_of_task(context.task.name, params, code)
     resume_from = resume_point(params, storage, run_id, experiment)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
@@ -99,6 +97,12 @@ def train(
     ) as values:
         recorder.returned(values[0])
     return values[0]
+
+
+def experiment_of_task(name: str, params: TaskParams, code: TaskCode) -> str:
+    """Return what the runs of a task in this flow, or deployment, have in common."""
+    key = params.run_key
+    return experiment_of(code.module, name if key is None else f"{name}:{key}")
 
 
 def task_run_id(

@@ -7,12 +7,57 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest
 from prefect_torch_ddp.errors import StorageError, TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tracking.trackers.sync import Synced, sync_run
+from prefect_torch_ddp.tracking.trackers.history import HistoryReader
+from prefect_torch_ddp.tracking.trackers.sync import Synced, send_history
 from prefect_torch_ddp.tracking.trackers.tracker import Tracker
 
 INTERVAL_S = 2.0
 
 logger = logging.getLogger(__name__)
+
+
+class FollowedRun:
+    """A run, and the tracker that is kept up to date with it."""
+
+    def __init__(
+        self, storage: Storage, run_id: str, tracker: Tracker, experiment: str | None = None
+    ) -> None:
+        """Make it; nothing is read or sent yet.
+
+        Args:
+            storage: where the run is.
+            run_id: which run.
+            tracker: where to.
+            experiment: of the run, if it is known.
+        """
+        self.run_id, self.tracker = run_id, tracker
+        self.is_whole = False
+        """Whether the run has completed, and the tracker has all of it."""
+        self._storage, self._experiment = storage, experiment
+        self._reader = HistoryReader(storage, run_id, experiment)
+        self._synced: object = None
+
+    def look(self) -> Synced | None:
+        """Sync if there is a new checkpoint or state; None: there is none.
+
+        Raises:
+            InvalidParamsError: there is no record of the run.
+            StorageError, TrackerError: it can be tried again.
+        """
+        record = read_record(self._storage, self.run_id, self._experiment)
+        self._experiment = record.experiment
+        now, done = self._state_of(record), None
+        if now != self._synced:
+            done = send_history(self._reader.read(), self.tracker)
+            self._synced = now
+        self.is_whole = _is_whole(record)
+        return done
+
+    def _state_of(self, record: RunRecord) -> object:
+        manifests = [each.key for each in self._storage.list(checkpoints_prefix(self.run_id))]
+        # These change while it trains, and no tracker is told of them.
+        told = record.model_copy(update={"metrics": {}, "attempts": (), "goodput": None})
+        return [key for key in manifests if is_manifest(key)], told.to_bytes()
 
 
 def follow_run(
@@ -38,28 +83,19 @@ def follow_run(
     Raises:
         InvalidParamsError: there is no record of the run.
     """
-    synced: object = None
+    run = FollowedRun(storage, run_id, tracker)
     is_failing = False
-    while True:
+    while not run.is_whole:
         try:
-            record = read_record(storage, run_id)
-            now = _state_of(storage, record)
-            if now != synced:
-                on_synced(sync_run(storage, run_id, tracker, record.experiment))
-                synced = now
+            if (synced := run.look()) is not None:
+                on_synced(synced)
             is_failing = False
-            if _is_whole(record):
-                return
         except (StorageError, TrackerError) as error:
             if not is_failing:
                 logger.warning("%s; it is tried again", error)
             is_failing = True
-        wait(INTERVAL_S)
-
-
-def _state_of(storage: Storage, record: RunRecord) -> object:
-    manifests = [each.key for each in storage.list(checkpoints_prefix(record.run_id))]
-    return [key for key in manifests if is_manifest(key)], record.to_bytes()
+        if not run.is_whole:
+            wait(INTERVAL_S)
 
 
 def _is_whole(record: RunRecord) -> bool:

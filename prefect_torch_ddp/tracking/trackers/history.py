@@ -8,12 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests
-from prefect_torch_ddp.records.metrics import (
-    Records,
-    by_steps,
-    read_all_records,
-    surviving_records,
-)
+from prefect_torch_ddp.records.growing import GrowingRecords
+from prefect_torch_ddp.records.metrics import Records, by_steps, surviving_records
 from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -85,27 +81,38 @@ class History:
             yield Point(metric, step, value, int(time * 1000))
 
 
-def read_history(storage: Storage, run_id: str, experiment: str | None = None) -> History:
-    """Read what is on record of a run.
+class HistoryReader:
+    """Reads a run's history again and again, of its metrics only what is new each time."""
 
-    Args:
-        storage: where the run is.
-        run_id: which run.
-        experiment: of the run, if it is known, so that no other records are listed.
+    def __init__(self, storage: Storage, run_id: str, experiment: str | None = None) -> None:
+        """Make it.
 
-    Raises:
-        InvalidParamsError: there is no record of the run.
-        StorageError: the storage can't be read.
-    """
-    # In this order: what is before a checkpoint was written before it, by all ranks, so that it
-    # is complete in records that are read later.
-    record = read_record(storage, run_id, experiment)
-    manifests = () if record.state == COMPLETED else list_manifests(storage, run_id)
-    records = by_steps(surviving_records(read_all_records(storage, run_id)))
-    end = None
-    if record.state != COMPLETED:
-        end = max(map(_first_repeatable, manifests), default=0)
-    return History(record, _in_order(records), end)
+        Args:
+            storage: where the run is.
+            run_id: which run.
+            experiment: of the run, if it is known, so that no other records are listed.
+        """
+        self._storage, self._run_id, self._experiment = storage, run_id, experiment
+        self._records = GrowingRecords(storage, run_id)
+
+    def read(self) -> History:
+        """Read what is on record of the run.
+
+        Raises:
+            InvalidParamsError: there is no record of the run.
+            StorageError: the storage can't be read.
+        """
+        # In this order: what is before a checkpoint was written before it, by all ranks, so that
+        # it is complete in records that are read later.
+        record = read_record(self._storage, self._run_id, self._experiment)
+        self._experiment = record.experiment
+        end = None
+        if record.state != COMPLETED:
+            manifests = list_manifests(self._storage, self._run_id)
+            end = max(map(_first_repeatable, manifests), default=0)
+        steps = by_steps(surviving_records(self._records.read()))
+        order = np.lexsort((steps.rows["attempt"], steps.rows["step"]))
+        return History(record, steps.reordered(order), end)
 
 
 def _first_repeatable(manifest: Manifest) -> int:
@@ -121,15 +128,3 @@ def _first_repeatable(manifest: Manifest) -> int:
     if position.get("in_own_loop"):
         return 0
     return manifest.step - int(position.get("num_own_numbers", 0))
-
-
-def _in_order(records: Records) -> Records:
-    order = np.lexsort((records.rows["attempt"], records.rows["step"]))
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order))
-    metrics = {}
-    for name, (having, values) in records.metrics.items():
-        moved = places[having]
-        by_place = np.argsort(moved, kind="stable")
-        metrics[name] = moved[by_place], values[by_place]
-    return Records(records.rows[order], metrics)

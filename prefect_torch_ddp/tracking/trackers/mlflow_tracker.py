@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.errors import TrackerError
 from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, flat
 from prefect_torch_ddp.storage.formats import DAMAGE
@@ -36,16 +36,9 @@ class MlflowTracker:
     name = "MLflow"
 
     def __init__(self) -> None:
-        """Load MLflow's client; raises InvalidParamsError if it isn't installed."""
-        try:
-            import mlflow  # noqa: PLC0415 - optional and heavy
-        except ImportError as error:
-            msg = (
-                "the tracker mlflow needs the package mlflow-skinny, which isn't installed: "
-                "run `pip install mlflow-skinny`, or install prefect-torch-ddp with its extra "
-                "`trackers`"
-            )
-            raise InvalidParamsError(msg) from error
+        """Load MLflow's client; `open_tracker` checks first that it is installed."""
+        import mlflow  # noqa: PLC0415 - optional and heavy
+
         self._mlflow: Any = mlflow
         self._client: Any = mlflow.MlflowClient()
         self._names: dict[str, str] = {}

@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tracking.trackers.history import History, Point, read_history
+from prefect_torch_ddp.tracking.trackers.history import History, HistoryReader, Point
 from prefect_torch_ddp.tracking.trackers.tracker import Tracker
 
 MAX_POINTS = 1000
@@ -44,7 +44,11 @@ def sync_run(
         StorageError: the storage can't be read.
         TrackerError: the tracker doesn't answer, or refuses.
     """
-    history = read_history(storage, run_id, experiment)
+    return send_history(HistoryReader(storage, run_id, experiment).read(), tracker)
+
+
+def send_history(history: History, tracker: Tracker) -> Synced:
+    """Send a tracker what it hasn't yet of a history that was read; see `sync_run`."""
     position = tracker.open(history.record, sorted(history.steps.metrics))
     last_steps, mark = position.last_steps, history.mark
     # A checkpoint that is damaged later lets a training resume from one before what was sent.

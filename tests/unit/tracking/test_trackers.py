@@ -16,7 +16,7 @@ from prefect_torch_ddp.records.run_record import RunRecord, write_record
 from prefect_torch_ddp.storage.formats import METRICS
 from prefect_torch_ddp.tracking.trackers import mlflow_tracker, sync
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
-from prefect_torch_ddp.tracking.trackers.history import Mark, read_history
+from prefect_torch_ddp.tracking.trackers.history import HistoryReader, Mark
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tracker import Position
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_alone_takes_nothing_back(shelf: Shelf) -> None:
     sync_run(shelf, RUN, book)
     shelf.write(manifest_key(RUN, 6, 1), b"{}")
     done = sync_run(shelf, RUN, book)
-    assert (done.num_sent, done.is_again, read_history(shelf, RUN).end) == (0, False, 0)
+    assert (done.num_sent, done.is_again, HistoryReader(shelf, RUN).read().end) == (0, False, 0)
     assert sent(book) == [1, 2, 3, 4, 5]
 
 

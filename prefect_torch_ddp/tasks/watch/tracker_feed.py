@@ -1,0 +1,134 @@
+"""Starting and ending the process next to the flow that keeps experiment trackers up to date."""
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp.params import ContextParams
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.trackers.feed import OVER, Feed, Told
+
+LAST_SYNC_S = 10.0
+"""How long the end of a flow may wait for the last sync."""
+CANCELLED_SYNC_S = 3.0
+"""The same, of a flow that is cancelled: Prefect kills its process after 30 s."""
+CLOCKS_DIFFER = timedelta(hours=1)
+"""By how much the clocks of the server and of a Dask worker may."""
+
+_fed: set[tuple[str, ...]] = set()
+_feeding = threading.Lock()
+
+
+@contextmanager
+def trackers_fed(params: ContextParams, storage: Storage, experiment: str) -> Iterator[None]:
+    """Have a process feed the trackers with the runs of this flow run in an experiment.
+
+    At the end of the context it gets some seconds for a last sync. If a tracker isn't up to date
+    then, a warning says which command sends the rest. If this process is killed, that one ends.
+
+    Args:
+        params: which trackers; none: nothing is started.
+        storage: of the runs.
+        experiment: of the runs.
+    """
+    context = FlowRunContext.get()
+    if not params.trackers or context is None or context.flow_run is None:
+        yield
+        return
+    run, logger = context.flow_run, get_run_logger()
+    since = (run.created or datetime.now(UTC)) - CLOCKS_DIFFER
+    feed = Feed(params.trackers, storage, experiment, str(run.id), since)
+    with tempfile.TemporaryFile() as answers:
+        process = _start(feed, answers)
+        limit_s = LAST_SYNC_S
+        try:
+            yield
+        except BaseException as error:
+            limit_s = LAST_SYNC_S if isinstance(error, Exception) else CANCELLED_SYNC_S
+            raise
+        finally:
+            status = _end(process, limit_s)
+            late = "its process ended early" if status else ""
+            late = f"its last sync took over {limit_s:g} s" if status is None else late
+            answers.seek(0)
+            for told in _last_of_each(answers.read()):
+                _log(logger, told, told.trouble or ("" if told.is_last else late), params.storage)
+
+
+def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: str) -> None:
+    """Have a process feed the trackers, as `trackers_fed` does, until the flow ends.
+
+    Further calls in the same flow run, for the same trackers, storage and experiment, do nothing.
+    """
+    context = FlowRunContext.get()
+    if not params.trackers or context is None or context.flow_run is None:
+        return
+    if not isinstance(context.task_runner, DaskTaskRunner):
+        return  # the task itself refuses it
+    name = (str(context.flow_run.id), *params.trackers, storage.uri, experiment)
+    with _feeding:
+        if name in _fed:
+            return
+        _fed.add(name)
+    # Prefect has no public hook; see `watched`.
+    stack = context.task_runner._exit_stack  # noqa: SLF001
+    stack.callback(_fed.discard, name)
+    stack.enter_context(trackers_fed(params, storage, experiment))
+
+
+def _start(feed: Feed, answers: Any) -> "subprocess.Popen[bytes]":
+    # In a session of its own, as the flow watch: a Ctrl-C in the terminal isn't meant for it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefect_torch_ddp.tracking.trackers.feed"],
+        env=dict(os.environ),
+        stdin=subprocess.PIPE,
+        stdout=answers,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it ended: `_end` sees that
+        process.stdin.write(pickle.dumps(feed))
+        process.stdin.flush()
+    return process
+
+
+def _end(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
+    """Let it sync once more; return how it ended, None if it took longer."""
+    status = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(OVER, limit_s)
+            status = process.returncode
+    finally:
+        process.kill()
+        process.wait()
+    return status
+
+
+def _last_of_each(answers: bytes) -> Iterator[Told]:
+    """Yield what was said last of each tracker and run."""
+    yield from {(each.tracker, each.run_id): each for each in Told.read(answers)}.values()
+
+
+def _log(logger: Any, told: Told, trouble: str, storage: str) -> None:
+    run = told.run_id or "RUN"
+    sync = ["prefect-torch-ddp", "sync", run, "--tracker", told.tracker, "--storage", storage]
+    if trouble:
+        of = f"run {run}" if told.run_id else "the flow's runs"
+        text = "%s doesn't have all of %s: %s; `%s` brings it up to date"
+        logger.warning(text, told.tracker, of, trouble, shlex.join(sync))
+    elif told.url:
+        logger.info("run %s in %s: %s", run, told.tracker, told.url)
