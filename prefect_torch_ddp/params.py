@@ -29,7 +29,7 @@ from prefect_torch_ddp.protocol.rank import Backend, Launcher
 from prefect_torch_ddp.refusals import with_near_names
 
 Determinism = Literal["default", "elastic"]
-TrackerName = Literal["mlflow"]
+TrackerName = Literal["mlflow", "tensorboard"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -265,12 +265,11 @@ class ContextParams(GangParams):
     """Whether to record the samples that each step trains on. `read_ledger` checks the record, and
     the report says whether each sample was used once."""
     trackers: Annotated[
-        tuple[TrackerName, ...],
-        BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given),
-        AfterValidator(lambda given: tuple(dict.fromkeys(given))),
+        Sequence[TrackerName], AfterValidator(lambda given: tuple(dict.fromkeys(given)))
     ] = ()
     """Experiment trackers that a process next to the flow keeps up to date with the run. Their
-    settings are read from the environment of the flow, such as MLFLOW_TRACKING_URI."""
+    settings are read from the environment of the flow, such as MLFLOW_TRACKING_URI and
+    TENSORBOARD_LOGGING_DIR."""
 
     @model_validator(mode="after")
     def _check_determinism(self) -> Self:

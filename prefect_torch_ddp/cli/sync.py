@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 def sync(
     run: RunArgument,
     tracker: Annotated[
-        str, typer.Option(metavar="TRACKER", help="mlflow, found by MLFLOW_TRACKING_URI.")
+        str,
+        typer.Option(
+            metavar="TRACKER",
+            help="mlflow, found by MLFLOW_TRACKING_URI, or tensorboard, found by "
+            "TENSORBOARD_LOGGING_DIR.",
+        ),
     ],
     storage: StorageOption = STORAGE,
     follow: Annotated[
@@ -32,8 +37,8 @@ def sync(
     from prefect_torch_ddp.tracking.trackers.known import open_tracker
     from prefect_torch_ddp.tracking.trackers.sync import sync_run
 
-    to = open_tracker(tracker)
     place = storage_of(storage)
+    to = open_tracker(tracker, place)
     run_id = find_run(place, run)
 
     def tell(synced: "Synced") -> None:

@@ -197,9 +197,10 @@ class GangTask(Task[P, R]):
         made = copy(self)
         storage = absolute_reference(self.params.storage)
         if self.params.trackers:
-            check_trackers(self.params.trackers)
+            place = resolve_storage(storage)
+            check_trackers(self.params.trackers, place)
             experiment = experiment_of_task(self.name, self.params, self.code)
-            feed_until_flow_ends(self.params, resolve_storage(storage), experiment)
+            feed_until_flow_ends(self.params, place, experiment)
         return made.with_params(self.params.model_copy(update={"storage": storage}))
 
     @contextmanager

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
-OPTIONAL = {"pandas", "pyarrow", "IPython", "mlflow", "transformers"}
+OPTIONAL = {"pandas", "pyarrow", "IPython", "mlflow", "tensorboard", "transformers"}
 OPTIONAL |= {"accelerate", "pytorch_lightning", "lightning_fabric", "xarray", "zarr"}
 """What an extra or a notebook brings."""
 COMES_WITH = {"pydantic-core": "pydantic", "botocore": "boto3", "urllib3": "boto3"}

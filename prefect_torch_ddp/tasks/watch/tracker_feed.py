@@ -49,7 +49,7 @@ def trackers_fed(params: ContextParams, storage: Storage, experiment: str) -> It
         return
     run, logger = context.flow_run, get_run_logger()
     since = (run.created or datetime.now(UTC)) - CLOCKS_DIFFER
-    feed = Feed(params.trackers, storage, experiment, str(run.id), since)
+    feed = Feed(tuple(params.trackers), storage, experiment, str(run.id), since)
     with tempfile.TemporaryFile() as answers:
         process = _start(feed, answers)
         limit_s = LAST_SYNC_S

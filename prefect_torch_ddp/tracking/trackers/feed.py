@@ -100,7 +100,8 @@ class Feeder:
         feed = self._feed
         for record in records_since(feed.storage, feed.experiment, feed.since, self._known):
             if feed.has(record):
-                at = feed.storage, record.run_id, open_tracker(self._tracker), feed.experiment
+                tracker = open_tracker(self._tracker, feed.storage)
+                at = feed.storage, record.run_id, tracker, feed.experiment
                 self._runs[record.run_id] = FollowedRun(*at)
             self._known.add(record.key)
 

@@ -6,29 +6,49 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.mlflow_tracker import MlflowTracker
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
+    TensorboardTracker,
+    tensorboard_folder,
+)
 from prefect_torch_ddp.tracking.trackers.tracker import Tracker
 
 
 class Kind(NamedTuple):
     """A kind of trackers, and what it needs."""
 
-    make: Callable[[], Tracker]
+    make: Callable[[Storage], Tracker]
+    """Makes one for the runs of a storage."""
     module: str
     """What it imports."""
     package: str
     """What brings that module."""
+    extra: str
+    """Which extra of this package has it."""
+    check: Callable[[Storage], object] = lambda _: None
+    """Checks whether it can be used for the runs of a storage."""
 
 
-TRACKERS: Mapping[str, Kind] = {"mlflow": Kind(MlflowTracker, "mlflow", "mlflow-skinny")}
+TRACKERS: Mapping[str, Kind] = {
+    "mlflow": Kind(lambda _: MlflowTracker(), "mlflow", "mlflow-skinny", "trackers"),
+    "tensorboard": Kind(
+        lambda storage: TensorboardTracker(tensorboard_folder(storage)),
+        "tensorboard",
+        "tensorboard",
+        "tensorboard",
+        tensorboard_folder,
+    ),
+}
 """By the names in `TrackerName` of `params`."""
 
 
-def check_trackers(names: Iterable[str]) -> None:
-    """Check that trackers can be opened here, without loading anything.
+def check_trackers(names: Iterable[str], storage: Storage) -> None:
+    """Check that trackers can be opened here for the runs of a storage; loads nothing.
 
     Raises:
-        InvalidParamsError: there is no such tracker, or its package isn't installed.
+        InvalidParamsError: there is no such tracker, its package isn't installed, or it isn't known
+            where it is.
     """
     for name in names:
         if name not in TRACKERS:
@@ -36,21 +56,22 @@ def check_trackers(names: Iterable[str]) -> None:
             close = "".join(f"; did you mean {each}?" for each in near)
             msg = f"there is no tracker {name}{close}; there is {', '.join(TRACKERS)}"
             raise InvalidParamsError(msg)
-        _, module, package = TRACKERS[name]
-        if importlib.util.find_spec(module) is None:
+        kind = TRACKERS[name]
+        if importlib.util.find_spec(kind.module) is None:
             msg = (
-                f"the tracker {name} needs the package {package}, which isn't installed: "
-                f"run `pip install {package}`, or install prefect-torch-ddp with its extra "
-                "`trackers`"
+                f"the tracker {name} needs the package {kind.package}, which isn't installed: "
+                f"run `pip install {kind.package}`, or install prefect-torch-ddp with its extra "
+                f"`{kind.extra}`"
             )
             raise InvalidParamsError(msg)
+        kind.check(storage)
 
 
-def open_tracker(name: str) -> Tracker:
+def open_tracker(name: str, storage: Storage) -> Tracker:
     """Return a tracker, with the settings that its own environment variables have.
 
     Raises:
-        InvalidParamsError: there is no such tracker, or its package isn't installed.
+        InvalidParamsError: as `check_trackers`.
     """
-    check_trackers([name])
-    return TRACKERS[name].make()
+    check_trackers([name], storage)
+    return TRACKERS[name].make(storage)

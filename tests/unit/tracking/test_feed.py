@@ -47,7 +47,7 @@ def say(shelf: Shelf, run_id: str, *, flow: str = "flow", began: datetime = BEGA
 def followed(monkeypatch: pytest.MonkeyPatch) -> type[Followed]:
     """Follow nothing; the rest is tested with real trackers."""
     monkeypatch.setattr(feeding, "FollowedRun", Followed)
-    monkeypatch.setattr(feeding, "open_tracker", lambda name: Page())
+    monkeypatch.setattr(feeding, "open_tracker", lambda *_: Page())
     monkeypatch.setattr(Followed, "troubles", {})
     return Followed
 

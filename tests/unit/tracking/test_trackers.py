@@ -1,30 +1,20 @@
 """What a tracker is told of a run, and when: each step once, whoever is killed."""
 
-import json
 import sys
 from collections import defaultdict
-from datetime import UTC, datetime
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import record_resume
-from prefect_torch_ddp.checkpoint.keys import CheckpointId, manifest_key
-from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
-from prefect_torch_ddp.records.metrics import by_steps, read_all_records, surviving_records
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
-from prefect_torch_ddp.storage.formats import METRICS
 from prefect_torch_ddp.tracking.trackers import mlflow_tracker, sync
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader, Mark
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tracker import Position
-from tests.support.formats import head
-from tests.support.records import Record, Shelf, record
-
-RUN = "calm-otter-12345678"
-BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
+from tests.support.records import Shelf, record
+from tests.support.reported import RUN, checkpoint, history, put, resume, say, steps_of
 
 
 class KilledError(Exception):
@@ -78,51 +68,6 @@ class Book:
         self.num_left -= 1
         if self.num_left < 0:
             raise KilledError
-
-
-def put(shelf: Shelf, attempt: int, *rows: Record) -> None:
-    """Write an attempt's records, as its ranks do."""
-    by_rank = defaultdict(bytes)
-    for row in rows:
-        by_rank[row.rank] += json.dumps(vars(row)).encode() + b"\n"
-    for rank, lines in by_rank.items():
-        key = f"runs/{RUN}/metrics/rank-{rank:05d}/{attempt:06d}-000001.jsonl"
-        shelf.write(key, head(METRICS) + lines)
-
-
-def steps_of(attempt: int, first: int, last: int) -> list[Record]:
-    """Return what two ranks report in an attempt."""
-    return [
-        record(step, rank, attempt, loss=step + attempt / 10 + rank, accuracy=1.0 / step)
-        for step in range(first, last + 1)
-        for rank in range(2)
-    ]
-
-
-def checkpoint(shelf: Shelf, step: int, attempt: int = 1, **position) -> None:
-    """Commit a checkpoint."""
-    manifest = Manifest(RUN, step, attempt, epoch=1, position=position, world_size=2)
-    shelf.write(manifest_key(RUN, step, attempt), manifest.as_bytes())
-
-
-def resume(shelf: Shelf, attempt: int, step: int, of_attempt: int) -> None:
-    """Have an attempt resume from a checkpoint."""
-    record_resume(shelf, RUN, attempt, CheckpointId(step, of_attempt))
-
-
-def say(shelf: Shelf, state: str = "training") -> None:
-    """Write the run's record."""
-    about = {"run_id": RUN, "experiment": "e", "workload": "w", "began": BEGAN, "storage": "s"}
-    write_record(shelf, RunRecord(state=state, **about))
-
-
-def history(shelf: Shelf) -> dict[str, list[tuple[int, float]]]:
-    """Return each metric's series, as `read_metrics(by="step")` has it."""
-    records = by_steps(surviving_records(read_all_records(shelf, RUN)))
-    return {
-        name: sorted(zip(records.rows["step"][having].tolist(), values.tolist(), strict=True))
-        for name, (having, values) in records.metrics.items()
-    }
 
 
 def sent(book: Book) -> list[int]:
@@ -261,10 +206,13 @@ def test_a_run_without_metrics_is_described(shelf: Shelf) -> None:
 def test_unknown_and_missing_trackers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is read or sent."""
     with pytest.raises(InvalidParamsError, match="no tracker mlfow; did you mean mlflow"):
-        open_tracker("mlfow")
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(InvalidParamsError, match="`pip install mlflow-skinny`"):
-        open_tracker("mlflow")
+        open_tracker("mlfow", Shelf())
+    for name in ("mlflow", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidParamsError, match=r"`pip install mlflow-skinny`.*extra `trackers`"):
+        open_tracker("mlflow", Shelf())
+    with pytest.raises(InvalidParamsError, match=r"tensorboard.*its extra `tensorboard`"):
+        open_tracker("tensorboard", Shelf())
 
 
 def test_mlflow_names_that_would_be_the_same_are_refused() -> None:

@@ -1,0 +1,200 @@
+"""TensorBoard as a tracker: a folder of event files for each run, which get each step once."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.records.run_record import RunRecord, flat
+from prefect_torch_ddp.storage.formats import DAMAGE
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar, text
+from prefect_torch_ddp.tracking.trackers.history import Mark, Point
+from prefect_torch_ddp.tracking.trackers.tracker import Position
+
+FOLDER_VARIABLE = "TENSORBOARD_LOGGING_DIR"
+STATE = "prefect_torch_ddp.json"
+"""In a run's folder: the mark, and which part of the event file was written when."""
+EVENTS, OURS = "events.out.tfevents.", ".prefect-torch-ddp"
+"""How the names of event files begin, and how those of ours end."""
+
+
+class TensorboardTracker:
+    """Writes below a folder, in which each run has a folder of its id.
+
+    Once steps were taken back, the run has one that ends in `-2`, and so on, which replaces the
+    one before.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, base: Path) -> None:
+        """Make it; nothing is opened yet.
+
+        Args:
+            base: the folder for all runs.
+        """
+        self._base = self._folder = base
+        self._state: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """The folder of the run."""
+        return str(self._folder) if self._state else ""
+
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:  # noqa: ARG002
+        """Find the run's newest folder, or make its first; see `Tracker`."""
+        with self._errors():
+            first = 1, self._base / record.run_id
+            self._folder = max(self._folders(record.run_id), default=first)[1]
+            if not self._read_state():
+                self._begin(record)
+                return Position(None, {})
+            last_steps = self._state["last_steps"]
+            # What was written after the state, by a sync that was killed.
+            for tag, step in self._file.scalars_after(self._state["num_bytes"]):
+                last_steps[tag] = max(step, last_steps.get(tag, -1))
+        mark = self._state["mark"]
+        return Position(None if mark is None else Mark(**mark), dict(last_steps))
+
+    def begin_again(self, record: RunRecord) -> None:
+        """Begin another folder; `describe` deletes the one before it; see `Tracker`."""
+        with self._errors():
+            number = max(self._folders(record.run_id))[0] + 1
+            self._folder = self._base / f"{record.run_id}-{number}"
+            self._begin(record)
+
+    def put_mark(self, mark: Mark) -> None:
+        """Keep a mark in the run's folder."""
+        with self._errors():
+            self._write_state(mark=asdict(mark))
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Append points; of several points of a metric at a step, the last; see `Tracker`."""
+        newest = {(each.metric, each.step): each for each in points}.values()
+        self._append(
+            [scalar(each.metric, each.value, each.step, each.time_ms / 1000) for each in newest]
+        )
+
+    def describe(self, record: RunRecord) -> None:
+        """Add the evaluation, once; delete the folders that this one replaces; see `Tracker`."""
+        found = record.evaluation
+        if found is not None and record.ended is not None:
+            at = record.num_steps or 0, record.ended.timestamp()
+            measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
+            values = {f"evaluation/{name}": value for name, value in measured.items()}
+            there = self._state["last_steps"]
+            self._append(
+                [
+                    scalar(name, value, *at)
+                    for name, value in values.items()
+                    if value is not None and name not in there
+                ]
+            )
+        with self._errors():
+            self._write_state()
+            for _, folder in self._folders(record.run_id):
+                if folder != self._folder:
+                    shutil.rmtree(folder)
+
+    @property
+    def _file(self) -> EventFile:
+        return EventFile(self._folder / self._state["file"])
+
+    def _begin(self, record: RunRecord) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left in self._folder.glob(f"{EVENTS}*{OURS}"):
+            left.unlink()  # of a first sync that was killed
+        began_s = record.began.timestamp()
+        file = f"{EVENTS}{int(began_s)}.{socket.gethostname()}{OURS}"
+        num_bytes = EventFile(self._folder / file).make(began_s)
+        self._state = {"mark": None, "file": file, "num_bytes": num_bytes, "last_steps": {}}
+        self._append([text("parameters", _parameters(record), began_s)])
+        self._write_state()
+
+    def _append(self, events: Sequence[Any]) -> None:
+        if events:
+            with self._errors():
+                self._state["num_bytes"] = self._file.append(events)
+            for event in events:
+                for value in event.summary.value:
+                    self._state["last_steps"][value.tag] = event.step
+
+    def _read_state(self) -> bool:
+        """Read what is kept of the folder; tell whether there is anything."""
+        path = self._folder / STATE
+        try:
+            found = from_json(path.read_bytes())
+            names = "mark", "file", "num_bytes", "last_steps"
+            self._state = {name: found[name] for name in names}
+        except FileNotFoundError:
+            return False
+        except DAMAGE as error:
+            msg = f"{path} isn't ours, or damaged: delete {self._folder}, to have it written again"
+            raise TrackerError(msg) from error
+        return True
+
+    def _write_state(self, **changes: Any) -> None:
+        self._state |= changes
+        path = self._folder / STATE
+        new = path.with_suffix(".new")
+        with new.open("wb") as file:
+            file.write(to_json(self._state))
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+
+    def _folders(self, run_id: str) -> list[tuple[int, Path]]:
+        """Return the folders that a run has, with their numbers, from 1."""
+        pattern = re.compile(rf"{re.escape(run_id)}(?:-(\d+))?")
+        there = self._base.iterdir() if self._base.is_dir() else ()
+        matches = ((pattern.fullmatch(found.name), found) for found in there)
+        return [(int(match[1] or 1), found) for match, found in matches if match]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            msg = f"TensorBoard's folder {self._folder} can't be written: {error}"
+            raise TrackerError(msg) from error
+
+
+def tensorboard_folder(storage: Storage) -> Path:
+    """Return the folder for the runs of a storage.
+
+    It is the one that `TENSORBOARD_LOGGING_DIR` names; without that variable, the folder
+    `tensorboard` of the storage.
+
+    Raises:
+        InvalidParamsError: the variable isn't set, and the storage is no folder.
+    """
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given).expanduser().absolute()
+    if storage.local_folder is None:
+        msg = (
+            f"the tracker tensorboard needs a folder, and the storage {storage.uri} is none: set "
+            f"{FOLDER_VARIABLE}"
+        )
+        raise InvalidParamsError(msg)
+    return storage.local_folder / "tensorboard"
+
+
+def _parameters(record: RunRecord) -> str:
+    given = {
+        **record.parameters,
+        "options": record.options,
+        "data_options": record.data_options,
+        "arguments": record.arguments,
+        "seed": record.seed,
+    }
+    lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in flat(given)]
+    return "\n".join(["| parameter | value |", "|---|---|", *lines])

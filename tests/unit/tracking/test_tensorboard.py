@@ -1,0 +1,197 @@
+"""TensorBoard's files have each step once, whoever is killed while they are written."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tracking.trackers import sync, tensorboard_tracker
+from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar
+from prefect_torch_ddp.tracking.trackers.known import open_tracker
+from prefect_torch_ddp.tracking.trackers.sync import sync_run
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
+    STATE,
+    TensorboardTracker,
+    tensorboard_folder,
+)
+from tests.support.records import Shelf, record
+from tests.support.reported import BEGAN, RUN, checkpoint, history, put, resume, say, steps_of
+
+
+class KilledError(Exception):
+    """The process that synced was killed."""
+
+
+def series_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard itself reads."""
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}, purge_orphaned_data=False)
+    found.Reload()
+    return {
+        name: [(each.step, each.value) for each in found.Scalars(name)]
+        for name in found.Tags()["scalars"]
+    }
+
+
+def in_float32(series: dict[str, list[tuple[int, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard's format keeps of it."""
+    return {
+        name: [(step, float(np.float32(value))) for step, value in points]
+        for name, points in series.items()
+    }
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    """Make a run that trained ten steps, with a checkpoint at the sixth."""
+    shelf = Shelf()
+    say(shelf, parameters={"world_size": 2}, options={"lr": "0.1|0.2"})
+    put(shelf, 1, *steps_of(1, 1, 10))
+    checkpoint(shelf, 6)
+    return shelf
+
+
+def test_the_files_grow_with_the_run(shelf: Shelf, tmp_path: Path) -> None:
+    """Each sync may be another process; at the end the series are those of `read_metrics`, and
+    the evaluation is there once."""
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    first = series_in(tmp_path / RUN)
+    assert [step for step, _ in first["loss"]] == [1, 2, 3, 4, 5]
+    evaluation = Report(num_samples=8, accuracy=0.875, loss=0.25, classes=())
+    ended = BEGAN + timedelta(hours=1)
+    say(shelf, "completed", evaluation=evaluation, ended=ended, num_steps=10)
+    tracker = TensorboardTracker(tmp_path)
+    assert sync_run(shelf, RUN, tracker).num_sent == 10
+    assert sync_run(shelf, RUN, TensorboardTracker(tmp_path)).num_sent == 0
+    assert tracker.url == str(tmp_path / RUN)
+    series = series_in(tmp_path / RUN)
+    assert series.pop("evaluation/accuracy") == [(10, 0.875)]
+    assert series.pop("evaluation/loss") == [(10, 0.25)]
+    assert series == in_float32(history(shelf))
+    found = EventAccumulator(str(tmp_path / RUN)).Reload()
+    (parameters,) = found.Tensors("parameters")
+    assert b"| options.lr | 0.1/0.2 |" in parameters.tensor_proto.string_val[0]
+    assert len(list((tmp_path / RUN).iterdir())) == 2
+
+
+def test_of_two_attempts_at_a_step_the_last_is_kept(shelf: Shelf, tmp_path: Path) -> None:
+    """Code may report between a checkpoint and the next step, and again after a resume."""
+    resume(shelf, 2, 6, 1)
+    put(shelf, 2, record(6, 0, 2, num_samples=0, loss=9.0), *steps_of(2, 7, 12))
+    say(shelf, "completed")
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    loss = series_in(tmp_path / RUN)["loss"]
+    assert [step for step, _ in loss] == list(range(1, 13))
+    assert loss[5] == (6, 9.0)
+
+
+@pytest.mark.parametrize("num_points", [1, 3, 1000])
+def test_a_sync_may_be_killed_in_the_midst_of_a_record(
+    shelf: Shelf, tmp_path: Path, num_points: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time after some bytes of an append, before the state is written."""
+    monkeypatch.setattr(sync, "MAX_POINTS", num_points)
+    resume(shelf, 2, 6, 1)
+    put(shelf, 2, *steps_of(2, 7, 12))
+    say(shelf, "completed")
+    append, lasts = EventFile.append, iter([0, 1, 7, 13, 40, 55, 97, 130, 200])
+
+    def killed(self: EventFile, events: object) -> int:
+        before = self.path.stat().st_size
+        after = append(self, events)
+        if (left := next(lasts, None)) is None:
+            return after
+        with self.path.open("r+b") as file:
+            file.truncate(min(before + left, after))
+        raise KilledError
+
+    monkeypatch.setattr(EventFile, "append", killed)
+    num_kills = 0
+    while True:
+        try:
+            sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+        except KilledError:
+            num_kills += 1
+        else:
+            break
+    assert num_kills == 9
+    assert series_in(tmp_path / RUN) == in_float32(history(shelf))
+
+
+@pytest.mark.parametrize("num_calls", range(8))
+def test_steps_that_are_taken_back_after_all_are_in_another_folder(
+    shelf: Shelf, tmp_path: Path, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces the first one when it is whole, also if that sync is killed."""
+    checkpoint(shelf, 3)
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    shelf.write(manifest_key(RUN, 6, 1), b"{}")
+    resume(shelf, 2, 3, 1)
+    put(shelf, 2, *steps_of(2, 4, 9))
+    checkpoint(shelf, 9, 2)
+    left = num_calls
+    writes = TensorboardTracker._write_state, EventFile.append
+
+    def counted(write):
+        def wrapped(*args, **more):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KilledError
+            return write(*args, **more)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorboardTracker, "_write_state", counted(writes[0]))
+        patch.setattr(EventFile, "append", counted(writes[1]))
+        try:
+            sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+        except KilledError:
+            assert (tmp_path / RUN).is_dir()
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    assert [each.name for each in tmp_path.iterdir()] == [f"{RUN}-2"]
+    wanted = in_float32(history(shelf))
+    series = series_in(tmp_path / f"{RUN}-2")
+    assert series == {name: points[:8] for name, points in wanted.items()}
+
+
+def test_what_isnt_ours_is_named(shelf: Shelf, tmp_path: Path) -> None:
+    """A damaged state; a folder that can't be written."""
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    (tmp_path / RUN / STATE).write_text("{}")
+    with pytest.raises(TrackerError, match=f"delete {tmp_path / RUN}"):
+        sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(TrackerError, match=r"TensorBoard's folder .* can't be written"):
+        sync_run(shelf, RUN, TensorboardTracker(tmp_path / "file"))
+
+
+def test_the_folder_is_known_before_work_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable, or by the storage if that is a folder."""
+    name = tensorboard_tracker.FOLDER_VARIABLE
+    monkeypatch.delenv(name, raising=False)
+    assert tensorboard_folder(DirectoryStorage(tmp_path)) == tmp_path / "tensorboard"
+    with pytest.raises(InvalidParamsError, match="set TENSORBOARD_LOGGING_DIR"):
+        open_tracker("tensorboard", Shelf())
+    monkeypatch.setenv(name, str(tmp_path / "logs"))
+    assert tensorboard_folder(Shelf()) == tmp_path / "logs"
+
+
+def test_the_checksums_are_those_of_tensorboard(tmp_path: Path) -> None:
+    """Whatever the lengths; and its reader finds nothing wrong."""
+    file = EventFile(tmp_path / "events.out.tfevents.1")
+    file.make(1.0)
+    values = [0.0, 1e30, float("inf"), float("-inf"), 0.1]
+    file.append([scalar("ab" * (i + 1), value, 10**i, 2.0) for i, value in enumerate(values)])
+    found = series_in(tmp_path)
+    assert found == in_float32({"ab" * (i + 1): [(10**i, v)] for i, v in enumerate(values)})
+    steps = [("ab" * (i + 1), 10**i) for i in range(5)]
+    assert [each for each in file.scalars_after(0) if each[0].startswith("ab")] == steps
