@@ -229,8 +229,15 @@ def records_frame(
     Raises:
         InvalidParamsError: pandas isn't installed.
     """
-    pd = import_pandas("read_metrics")
     records = read_all_records(storage, run_id)
+    return frame_of(records, all_attempts=all_attempts, by_step=by_step)
+
+
+def frame_of(
+    records: Records, *, all_attempts: bool = False, by_step: bool = False
+) -> "pd.DataFrame":
+    """Return records of all attempts as `records_frame` does."""
+    pd = import_pandas("read_metrics")
     records = records if all_attempts else surviving_records(records)
     records = by_steps(records) if by_step else records
     columns = {name: records.rows[name] for name in ROW.names or ()}

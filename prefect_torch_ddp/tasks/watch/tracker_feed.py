@@ -22,7 +22,7 @@ from prefect_torch_ddp.tracking.trackers.feed import OVER, Feed, Told
 
 LAST_SYNC_S = 10.0
 """How long the end of a flow may wait for the last sync."""
-CANCELLED_SYNC_S = 3.0
+CANCELLED_SYNC_S = 5.0
 """The same, of a flow that is cancelled: Prefect kills its process after 30 s."""
 CLOCKS_DIFFER = timedelta(hours=1)
 """By how much the clocks of the server and of a Dask worker may."""

@@ -1,0 +1,158 @@
+"""Writing a run's records into a folder as plain files: JSON lines, CSV and Parquet."""
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import orjson
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.growing import GrowingRecords
+from prefect_torch_ddp.records.metrics import (
+    ROW,
+    Records,
+    frame_of,
+    import_pandas,
+    surviving_records,
+)
+from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.runs import storage_of
+from prefect_torch_ddp.tracking.trackers.history import COMPLETED
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ExportFormat = Literal["json", "csv", "parquet"]
+INTERVAL_S = 2.0
+WRITE_SHARE = 10
+"""While it follows, the pauses are so many times as long as a write took."""
+
+
+def export_records(
+    storage: Storage | str | Path,
+    run_id: str,
+    folder: str | Path,
+    *,
+    follow: bool = False,
+    formats: Sequence[ExportFormat] = ("json", "csv", "parquet"),
+) -> None:
+    """Write a run's metrics into a folder: JSON lines of each rank, and a table as CSV and Parquet.
+
+    `rank-00000.jsonl` has a line for each record of rank 0, with the columns of
+    `read_metrics(by="record")`. `metrics.csv` and `metrics.parquet` are
+    `read_metrics(by="step")`. They have the steps that count now. Times are in UTC. In JSON, nan
+    and infinity are texts. Each file is replaced as a whole, so a reader never sees a part of one.
+
+    Args:
+        storage: where the run is, as for `read_metrics`.
+        run_id: the name of its folder below `runs`.
+        folder: where to; it is made if it isn't there.
+        follow: write again whenever there are new records, until the run has completed.
+        formats: some of "json", "csv", "parquet".
+
+    Raises:
+        InvalidParamsError: there is no record of the run, a format is unknown, pandas isn't
+            installed, or pyarrow isn't, which Parquet needs.
+        StorageError: the storage can't be read.
+        OSError: the folder can't be written.
+
+    Example:
+        While it trains, for a notebook next to it:
+
+            from prefect_torch_ddp import export_records
+
+            export_records("runs", "calm-otter-6c91e4f2a0b7", "out", follow=True)
+    """
+    write = _writers(formats)
+    where, out = storage_of(storage), Path(folder)
+    records, num_written = GrowingRecords(where, run_id), -1
+    while True:
+        # First: what is reported before this state is read below.
+        is_over = read_record(where, run_id).state == COMPLETED or not follow
+        began_s = time.monotonic()
+        found = records.read()
+        if len(found) != num_written:
+            out.mkdir(parents=True, exist_ok=True)
+            for each in write:
+                each(surviving_records(found), out)
+            num_written = len(found)
+        if is_over:
+            return
+        time.sleep(max(INTERVAL_S, WRITE_SHARE * (time.monotonic() - began_s)))
+
+
+def _writers(formats: Sequence[str]) -> list[Callable[[Records, Path], None]]:
+    unknown = [each for each in formats if each not in WRITERS]
+    if isinstance(formats, str) or unknown or not formats:
+        msg = f"formats is {formats!r}; give a list of some of {', '.join(WRITERS)}"
+        raise InvalidParamsError(msg)
+    if {"csv", "parquet"} & set(formats):
+        import_pandas("export_records")
+    if "parquet" in formats and importlib.util.find_spec("pyarrow") is None:
+        msg = (
+            "export_records writes Parquet by pyarrow, which isn't installed: run "
+            "`pip install pyarrow`, install prefect-torch-ddp with its extra `tables`, or give "
+            "formats=['json', 'csv']"
+        )
+        raise InvalidParamsError(msg)
+    return [WRITERS[each] for each in dict.fromkeys(formats)]
+
+
+def _write_json(records: Records, folder: Path) -> None:
+    lines = _lines(records)
+    ranks = records.rows["rank"]
+    order = np.lexsort((records.rows["attempt"], records.rows["step"]))
+    for rank in np.unique(ranks).tolist():
+        mine = order[ranks[order] == rank].tolist()
+        content = b"".join(
+            orjson.dumps(lines[number], option=orjson.OPT_APPEND_NEWLINE) for number in mine
+        )
+        _replace(folder / f"rank-{rank:05d}.jsonl", partial(Path.write_bytes, data=content))
+
+
+def _lines(records: Records) -> list[dict[str, Any]]:
+    names = ROW.names or ()
+    lines = [dict(zip(names, row, strict=True)) for row in records.rows.tolist()]
+    for line in lines:
+        line["time"] = datetime.fromtimestamp(line["time"], UTC)
+        line["num_samples"] = max(line["num_samples"], 0)
+    for name, (having, values) in records.metrics.items():
+        column = f"metric.{name}" if name in names else name
+        for number, value in zip(having.tolist(), values.tolist(), strict=True):
+            # JSON has no number for nan and infinity; float() reads their text back.
+            lines[number][column] = value if math.isfinite(value) else str(value)
+    return lines
+
+
+def _write_csv(records: Records, folder: Path) -> None:
+    frame = _by_step(records)
+    _replace(folder / "metrics.csv", lambda path: frame.to_csv(path, index=False))
+
+
+def _write_parquet(records: Records, folder: Path) -> None:
+    frame = _by_step(records)
+    _replace(folder / "metrics.parquet", lambda path: frame.to_parquet(path, engine="pyarrow"))
+
+
+def _by_step(records: Records) -> "pd.DataFrame":
+    return frame_of(records, by_step=True)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    new = path.with_name(f".{path.name}.new")
+    write(new)
+    new.replace(path)
+
+
+WRITERS: Mapping[str, Callable[[Records, Path], None]] = {
+    "json": _write_json,
+    "csv": _write_csv,
+    "parquet": _write_parquet,
+}
