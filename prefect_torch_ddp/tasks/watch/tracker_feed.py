@@ -119,8 +119,12 @@ def _end(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
 
 
 def _last_of_each(answers: bytes) -> Iterator[Told]:
-    """Yield what was said last of each tracker and run."""
-    yield from {(each.tracker, each.run_id): each for each in Told.read(answers)}.values()
+    """Yield what was said last of each run and tracker; of a tracker, if it has no run."""
+    last = {(each.tracker, each.run_id): each for each in Told.read(answers)}
+    with_runs = {each.tracker for each in last.values() if each.run_id}
+    for each in last.values():
+        if each.run_id or each.trouble or each.tracker not in with_runs:
+            yield each
 
 
 def _log(logger: Any, told: Told, trouble: str, storage: str) -> None:

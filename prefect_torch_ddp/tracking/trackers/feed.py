@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +28,8 @@ from prefect_torch_ddp.tracking.trackers.known import open_tracker
 OVER = b"over"
 FAIL_SOON = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 """A tracker that is away is asked again here every 2 s."""
+LAST_SYNC_LIMIT_S = 20.0
+"""The flow's process, which kills this one sooner, may be killed while it waits."""
 NICENESS = 5
 """Ranks may train on this machine."""
 
@@ -103,6 +106,8 @@ class Feeder:
                 tracker = open_tracker(self._tracker, feed.storage)
                 at = feed.storage, record.run_id, tracker, feed.experiment
                 self._runs[record.run_id] = FollowedRun(*at)
+                # The first sync may hang.
+                self._say(Told(self._tracker, record.run_id))
             self._known.add(record.key)
 
     def _look(self, run: FollowedRun, *, is_last: bool) -> None:
@@ -144,8 +149,10 @@ def main() -> None:
     if sys.stdin.buffer.read() != OVER:
         os._exit(1)
     over.set()
+    deadline = time.monotonic() + LAST_SYNC_LIMIT_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    os._exit(any(thread.is_alive() for thread in threads))
 
 
 if __name__ == "__main__":

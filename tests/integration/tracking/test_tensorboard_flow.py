@@ -30,7 +30,7 @@ def test_a_flow_writes_its_runs(prefect_api: str, tmp_path: Path) -> None:
     assert sorted(each.name for each in folder.iterdir()) == sorted(runs.run_id)
     for run_id in runs.run_id:
         rows = read_metrics(store, run_id, by="step")
-        assert set(rows.attempt) == {1, 2, 3, 4}
+        assert max(rows.attempt) == 4
         found = EventAccumulator(
             str(folder / run_id), size_guidance={"scalars": 0}, purge_orphaned_data=False
         )

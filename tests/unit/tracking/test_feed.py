@@ -68,6 +68,7 @@ def test_the_runs_of_the_flow_run_are_fed() -> None:
     over.set()
     feeder(shelf, told).work(over)
     assert told == [
+        Told("x", "ours"),
         Told("x", "", is_last=True),
         Told("x", "ours", is_last=True, url=Page.url),
     ]
@@ -87,6 +88,7 @@ def test_news_are_told_once(followed: type[Followed], monkeypatch: pytest.Monkey
     feeder(shelf, told).work(over)
     assert told == [
         Told("x", ""),
+        Told("x", "one"),
         Told("x", "one", "it is away", url=Page.url),
         Told("x", "one", url=Page.url),
         Told("x", "", is_last=True),

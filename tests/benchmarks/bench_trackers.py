@@ -1,0 +1,117 @@
+"""How long a million points take to reach a tracker, and how soon a tracker has a checkpoint."""
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.records.log import RecordLog
+from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tracking.trackers.follow import follow_run
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
+from tests.benchmarks.beside import rounds, show
+from tests.support.mlflow_server import MlflowServer, mlflow_in
+
+pytestmark = pytest.mark.timeout(1800)
+RUN = "calm-otter-12345678"
+NUM_STEPS, NUM_METRICS = 100_000, 10
+ROUNDS = rounds(5)
+SYNC = """
+import sys, time
+from prefect_torch_ddp.tracking.runs import storage_of
+from prefect_torch_ddp.tracking.trackers.known import open_tracker
+from prefect_torch_ddp.tracking.trackers.sync import sync_run
+storage = storage_of(sys.argv[2])
+tracker = open_tracker(sys.argv[1], storage)
+began = time.perf_counter()
+done = sync_run(storage, sys.argv[3], tracker)
+print(done.num_sent, time.perf_counter() - began, time.process_time())
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    """Run MLflow's server, with SQLite."""
+    with mlflow_in(tmp_path_factory.mktemp("mlflow")) as found:
+        yield found
+
+
+def begin(storage: DirectoryStorage, state: str = "training") -> None:
+    """Write the run's record."""
+    about = {"experiment": "bench", "workload": "w", "storage": storage.uri}
+    write_record(storage, RunRecord(run_id=RUN, began=datetime.now(UTC), state=state, **about))
+
+
+def report(storage: DirectoryStorage, steps: range, num_metrics: int, attempt: int = 1) -> None:
+    """Write what a rank reports."""
+    log = RecordLog(storage, RUN, "metrics", rank=0, attempt=attempt)
+    for step in steps:
+        metrics = {f"metric_{i}": 1 / (step + i) for i in range(num_metrics)}
+        about = {"step": step, "epoch": 1, "rank": 0, "attempt": attempt, "time": time.time()}
+        log.append({**about, "num_samples": 32, "metrics": metrics})
+    log.close()
+
+
+def test_a_million_points(server: MlflowServer, tmp_path: Path) -> None:
+    """Print the seconds of a first sync by each tracker, in a process that has loaded it, and the
+    processor time of that process."""
+    storage = DirectoryStorage(tmp_path)
+    begin(storage, "completed")
+    report(storage, range(1, NUM_STEPS + 1), NUM_METRICS)
+    rows = []
+    for name in ("tensorboard", "mlflow"):
+        told = server.run("-c", SYNC, name, str(tmp_path), RUN).split()
+        assert int(told[0]) == NUM_STEPS * NUM_METRICS
+        rows.append((name, f"{float(told[1]):.1f}", f"{float(told[2]):.1f}"))
+    show("a million points to | s | processor time s", rows)
+
+
+def test_lag(tmp_path: Path) -> None:
+    """Print how long after the commit of a checkpoint a tracker has the steps before it."""
+    storage = DirectoryStorage(tmp_path)
+    begin(storage)
+    tracker, over = TensorboardTracker(tmp_path / "logs"), threading.Event()
+    arrived: dict[int, float] = {}
+
+    def on_synced(synced: object) -> None:
+        arrived[synced.step] = time.time()  # type: ignore[attr-defined]
+
+    class Over(Exception):  # noqa: N818 - no error
+        pass
+
+    def wait(seconds: float) -> None:
+        if over.wait(seconds):
+            raise Over
+
+    def follow() -> None:
+        with suppress(Over):
+            follow_run(storage, RUN, tracker, wait=wait, on_synced=on_synced)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        lags = [_lag(storage, number, arrived) for number in range(1, 2 * ROUNDS + 1)]
+    finally:
+        over.set()
+        thread.join()
+    row = f"{statistics.median(lags):.1f}", f"{max(lags):.1f}"
+    show("from a commit to the tracker | median s | worst s", [("TensorBoard", *row)])
+
+
+def _lag(storage: DirectoryStorage, number: int, arrived: dict[int, float]) -> float:
+    last = 1000 * number
+    report(storage, range(last - 999, last + 1), NUM_METRICS, attempt=1)
+    manifest = Manifest(RUN, last, 1, epoch=1, position={}, world_size=1)
+    storage.write(manifest_key(RUN, last, 1), manifest.as_bytes())
+    committed = time.time()
+    while last - 1 not in arrived:
+        time.sleep(0.01)
+    return arrived[last - 1] - committed
