@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
@@ -29,7 +30,7 @@ def attach(trainer: Trainer) -> str | None:
         return None
     refused = {
         f"rank {trainer.global_rank} of {trainer.world_size} where it is {ctx.rank} of "
-        f"{ctx.world_size}; see docs/programs.md for strategy, devices and num_nodes": (
+        f"{ctx.world_size}; see docs/from/lightning.md for strategy, devices and num_nodes": (
             (trainer.global_rank, trainer.world_size) != (ctx.rank, ctx.world_size)
         ),
         "a strategy that isn't DDP": not isinstance(
@@ -40,6 +41,8 @@ def attach(trainer: Trainer) -> str | None:
         ),
     }
     refuse_options(refused)
+    if ctx.world_size > 1 and not dist.is_initialized():  # in a script: Lightning does so in `fit`
+        dist.init_process_group("nccl" if ctx.device.type == "cuda" else "gloo")
     trainer.callbacks.append(_Callback(ctx))
     trainer.loggers = [*trainer.loggers, _Logger(ctx)]
     return None if ctx.committed is None else str(ctx.committed / "trainer.ckpt")

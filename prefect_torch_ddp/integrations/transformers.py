@@ -25,6 +25,10 @@ def attach(trainer: Trainer) -> str | None:
         return None
     args = trainer.args
     refused = {
+        f"rank {args.process_index} of {args.world_size} where it is {ctx.rank} of "
+        f"{ctx.world_size}; without GPUs set use_cpu=True": (
+            (args.process_index, args.world_size) != (ctx.rank, ctx.world_size)
+        ),
         "load_best_model_at_end, whose checkpoint may be on another host": (
             args.load_best_model_at_end
         ),

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ from prefect_torch_ddp import RankContext, current_context
 
 def digest_of(model: torch.nn.Module) -> str:
     """Return the digest of a model's weights."""
+    return digest_of_state(model.state_dict())
+
+
+def digest_of_state(state: dict[str, torch.Tensor]) -> str:
+    """Return the digest of a state dict of dense tensors."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -32,8 +38,15 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
 
 
-def die_once(marks: Path, step: int, at: int | None, rank: int = 1) -> None:
+DieAt = int | Callable[[int], None] | None
+"""The step in whose first attempt rank 1 is killed, or what is called with each step."""
+
+
+def die_once(marks: Path, step: int, at: DieAt, rank: int = 1) -> None:
     """Kill this rank in a step, in the first attempt."""
+    if callable(at):
+        at(step)
+        return
     ctx = current_context()
     if (
         ctx is not None
@@ -45,7 +58,7 @@ def die_once(marks: Path, step: int, at: int | None, rank: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def transformers(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+def transformers(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
     """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights."""
     from transformers import (
         GPT2Config,
@@ -91,7 +104,7 @@ def stopped_transformers(ctx: RankContext, folder: str) -> str:
     return transformers(ctx, folder, None, stop_at=5)
 
 
-def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
     """Train a net with dropout by Lightning's Trainer; return the digest of its weights."""
     import pytorch_lightning as pl
 
@@ -145,7 +158,7 @@ def lightning(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) 
     return f"{trainer.global_step} {digest_of(model)}"
 
 
-def accelerate(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any) -> str:
+def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
     """Train a net with dropout by Accelerate, from a shuffled loader; return the digest of its
     weights."""
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -180,3 +193,42 @@ def accelerate(ctx: RankContext, folder: str, die_at: int | None, **chosen: Any)
             optimizer.zero_grad()
         accelerator.log({"loss": loss.item()}, step=loop.step)
     return f"{loop.step} {digest_of(accelerator.unwrap_model(model))}"
+
+
+def committed(ctx: RankContext, folder: str, die_at: DieAt) -> str:
+    """Train a net with dropout in a loop of its own, which commits folders; return the digest of
+    its weights."""
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
+    model = ctx.wrap(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    first = 0
+    if ctx.committed is not None:
+        state = torch.load(ctx.committed / "state.pt", weights_only=True)
+        net.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+        torch.set_rng_state(torch.load(ctx.committed / f"generator-{ctx.rank}.pt"))
+    else:
+        torch.manual_seed(ctx.rank)
+    step = first
+    for step in range(first + 1, 16):
+        die_once(Path(folder), step, die_at)
+        loss = model(torch.randn(4, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ctx.progress(step, 15)
+        ctx.report(loss=loss)
+        due = ctx.due(step)
+        if due.save:
+            new = ctx.checkpoint_folder / f"step-{step}"
+            new.mkdir()
+            torch.save(torch.get_rng_state(), new / f"generator-{ctx.rank}.pt")
+            if ctx.rank == 0:
+                parts = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save({**parts, "step": step}, new / "state.pt")
+            ctx.commit(new, step=step)
+        if due.stop:
+            break
+    return f"{step} {digest_of(net)}"
