@@ -1,5 +1,8 @@
 """CIFAR-10: torchvision's vgg11_bn for 32x32 pixels, validated after each epoch."""
 
+import io
+import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -25,16 +28,26 @@ IMAGE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
 """The class, then the pixels, red first: https://www.cs.toronto.edu/~kriz/cifar.html."""
 AUGMENT = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
-NORMALIZE = v2.Compose(
-    [
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
-    ]
-)
+MEAN, STD = (0.491, 0.482, 0.447), (0.247, 0.243, 0.262)
+NORMALIZE = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+
+
+IN_PICKLES = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+"""All that an array of CIFAR-10 needs: a pickle with any other name isn't run."""
 
 
 class Options(Cifar10Training, Cifar10Data):
-    """All options of a run. The run's source is the folder cifar-10-batches-bin."""
+    """All options of a run.
+
+    The run's source is the folder cifar-10-batches-bin, or cifar-10-batches-py, which
+    torchvision.datasets.CIFAR10 downloads.
+    """
 
 
 def prepare(ctx: RankContext) -> None:
@@ -52,8 +65,8 @@ def prepare(ctx: RankContext) -> None:
         )
 
 
-def train(ctx: RankContext) -> dict[str, float | None]:
-    """Train with SGD on a one-cycle learning rate; return the validation accuracy."""
+def train(ctx: RankContext) -> dict[str, float | str | None]:
+    """Train with SGD; return the validation accuracy, and what the model's card has to say."""
     options = read_options(Options, ctx.options)
     net = make_net()
     model = ctx.wrap(net)
@@ -70,9 +83,7 @@ def train(ctx: RankContext) -> dict[str, float | None]:
         nesterov=True,
         weight_decay=options.weight_decay,
     )
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
-    )
+    scheduler = make_schedule(optimizer, options, options.epochs * len(loader))
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for inputs, targets in ctx.steps(loader, epochs=options.epochs):
@@ -88,7 +99,12 @@ def train(ctx: RankContext) -> dict[str, float | None]:
         if ctx.epoch_ended:
             scores = score(ctx, net, held_out)
             ctx.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
-    return {"validation_accuracy": score(ctx, net, held_out).accuracy}
+    return {
+        "validation_accuracy": score(ctx, net, held_out).accuracy,
+        "classes": json.dumps(CLASSES),
+        "mean": json.dumps(MEAN),
+        "std": json.dumps(STD),
+    }
 
 
 def evaluate(ctx: RankContext) -> Report:
@@ -96,6 +112,15 @@ def evaluate(ctx: RankContext) -> Report:
     net = make_net().to(ctx.device)
     ctx.track(model=net)
     return score(ctx, net, Images(ctx, "test"), with_images=True)
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, options: Options, num_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Make the schedule that was chosen; only that of one cycle depends on the number of steps."""
+    if options.schedule == "constant":
+        return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=num_steps)
 
 
 def make_net() -> nn.Module:
@@ -133,30 +158,60 @@ def score(ctx: RankContext, net: nn.Module, images: Images, *, with_images: bool
 
 
 def records_in(ctx: RankContext, begin: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Read the source's .bin files whose name begins like that: uint8 [n, 3073].
+    """Read the source's files, binary ones or torchvision's, that begin so: uint8 [n, 3073].
 
     Raises:
         InvalidParamsError: there are none, or one is damaged.
     """
     uri, records = ctx.source.uri, []
     for name, content in read_files(ctx.source, begin):
-        if not name.endswith(".bin"):
+        if "." in name and not name.endswith(".bin"):
             continue
-        values = np.frombuffer(content, np.uint8)
+        values = np.frombuffer(
+            content if name.endswith(".bin") else unpickled(name, content), np.uint8
+        )
         num, rest = divmod(len(values), RECORD_BYTES)
         if not num or rest or values[::RECORD_BYTES].max() >= len(CLASSES):
-            msg = (
-                f"{name} in {uri} is damaged, or not of CIFAR-10's binary version: "
-                f"records of {RECORD_BYTES} bytes"
-            )
+            msg = f"{name} in {uri} is damaged, or not of CIFAR-10: records of {RECORD_BYTES} bytes"
             raise InvalidParamsError(msg)
         records.append(values.reshape(-1, RECORD_BYTES))
     if not records:
-        has_pickles = next(ctx.source.list_objects(begin), None) is not None
-        why = "pickles aren't read, since they can run code" if has_pickles else "unpack that"
         msg = (
-            f"{uri} has no {begin}*.bin; give the folder cifar-10-batches-bin of "
-            f"cifar-10-binary.tar.gz: {why}"
+            f"{uri} has no {begin}*; unpack cifar-10-binary.tar.gz and give its folder "
+            "cifar-10-batches-bin, or cifar-10-batches-py, which torchvision downloads"
         )
         raise InvalidParamsError(msg)
     return np.concatenate(records)
+
+
+def unpickled(name: str, content: bytes) -> bytes:
+    """Return the records of one of torchvision's files, as a binary one has them.
+
+    Raises:
+        InvalidParamsError: it is damaged, or has something else than arrays and texts.
+    """
+    try:
+        batch = Arrays(io.BytesIO(content), encoding="bytes").load()
+        pixels = np.asarray(batch[b"data"], np.uint8)
+        targets = np.asarray(batch[b"labels"], np.uint8)
+        return np.concatenate([targets[:, None], pixels], axis=1).tobytes()
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        msg = f"{name} is damaged, or no file of cifar-10-batches-py: {error}"
+        raise InvalidParamsError(msg) from error
+
+
+class Arrays(pickle.Unpickler):
+    """Makes arrays of a pickle, and runs no other code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find what makes an array.
+
+        Raises:
+            UnpicklingError: the pickle wants something else.
+        """
+        if (module, name) not in IN_PICKLES:
+            msg = f"it would run {module}.{name}"
+            raise pickle.UnpicklingError(msg)
+        if name == "_reconstruct":
+            module = "numpy._core.multiarray"  # where numpy 2 has it
+        return super().find_class(module, name)

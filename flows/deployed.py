@@ -41,7 +41,7 @@ class Cifar10Params(TrainParams):
 
     workload: Literal["flows.cifar10"] = "flows.cifar10"
     source: Source
-    """The folder cifar-10-batches-bin: a path, s3://bucket/prefix or a block."""
+    """The folder cifar-10-batches-bin or -py: a path, s3://bucket/prefix or a block."""
     options: Cifar10Training = Cifar10Training()  # type: ignore[assignment]
     data_options: Cifar10Data = Cifar10Data()  # type: ignore[assignment]
 

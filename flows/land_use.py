@@ -24,11 +24,8 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.data import image_folder, seeded_split, write_index
 
-TO_TENSOR = [
-    v2.ToImage(),
-    v2.ToDtype(torch.float32, scale=True),
-    v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
 TURN = [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]  # from above there is no up and down
 WITH_AUXILIARY_HEADS = {"googlenet", "inception_v3"}
 
@@ -47,8 +44,11 @@ def prepare(ctx: RankContext) -> None:
     (ctx.data / "split.json").write_text(json.dumps(split), encoding="utf-8")
 
 
-def train(ctx: RankContext) -> dict[str, int]:
-    """Train with AdamW on a one-cycle rate; in mixed precision, compiled, in micro-batches."""
+def train(ctx: RankContext) -> dict[str, int | str]:
+    """Train with AdamW or SGD on a one-cycle rate; mixed precision, compiled, in micro-batches.
+
+    The returned value is in the model's card: what has to be known to use it.
+    """
     options = read_options(Options, ctx.options)
     classes, dataset = images_of(ctx, "train", TURN)
     net = make_net(options, len(classes))
@@ -58,9 +58,12 @@ def train(ctx: RankContext) -> dict[str, int]:
     loader = ctx.loader(
         dataset, global_batch_size=options.global_batch_size, num_workers=options.num_workers
     )
-    optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=options.weight_decay)
+    optimizer = make_optimizer(model, options)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
+        optimizer,
+        options.lr,
+        total_steps=options.epochs * len(loader),
+        cycle_momentum=options.optimizer == "adamw",
     )
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
@@ -81,7 +84,12 @@ def train(ctx: RankContext) -> dict[str, int]:
         scaler.update()
         scheduler.step()
         ctx.report(loss=total / weights, gradient_norm=norm, loss_scale=scaler.get_scale())
-    return {"num_classes": len(classes)}
+    return {
+        "num_classes": len(classes),
+        "classes": json.dumps(classes),
+        "mean": json.dumps(MEAN),
+        "std": json.dumps(STD),
+    }
 
 
 @torch.no_grad()
@@ -118,6 +126,14 @@ def autocast(ctx: RankContext, options: Options) -> torch.autocast:
     return torch.autocast(
         ctx.device.type, getattr(torch, options.precision), enabled=options.precision != "float32"
     )
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """Make the optimizer that was chosen."""
+    given: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), momentum=options.momentum, **given)
+    return torch.optim.AdamW(model.parameters(), **given)
 
 
 def make_net(options: Options, num_classes: int) -> nn.Module:

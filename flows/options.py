@@ -28,7 +28,9 @@ class Cifar10Training(Params):
     global_batch_size: PositiveInt = 128
     """Images of an optimizer step, over all ranks."""
     lr: PositiveFloat = 0.05
-    """The highest learning rate of the one-cycle schedule."""
+    """The highest learning rate of the schedule."""
+    schedule: Literal["one_cycle", "constant"] = "one_cycle"
+    """How the learning rate changes. With constant, a run may be resumed for more epochs."""
     weight_decay: float = Field(default=5e-4, ge=0)
     """Weight decay of SGD."""
     num_workers: int = Field(default=0, ge=0)
@@ -39,7 +41,8 @@ class PetNamesData(Params):
     """Where the names are, and how they are divided."""
 
     file: str = Field(default="names.txt", min_length=1)
-    """The list, in the run's source: UTF-8 text, a name on each line."""
+    """The list: UTF-8 text with a name on each line, or a .json file with a list of names. It is a
+    file of the run's source, or a path, an s3:// URI or an https:// address."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
     """Share of the names that training never sees."""
     split_seed: int = Field(default=0, ge=0)
@@ -57,6 +60,8 @@ class PetNamesTraining(Params):
     """The learning rate at the start; it falls to 0."""
     hidden: PositiveInt = 128
     """Size of the LSTM's state."""
+    layers: PositiveInt = 2
+    """Layers of the LSTM."""
     dropout: float = Field(default=0.2, ge=0, lt=1)
     """Share of the features that training drops between the LSTM's layers."""
     num_new: PositiveInt = 50
@@ -93,8 +98,12 @@ class LandUseTraining(Params):
     """Images that a rank computes at a time; empty: all."""
     lr: PositiveFloat = 1e-3
     """The highest learning rate of the one-cycle schedule."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """What makes the steps; sgd has the momentum below."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of SGD."""
     weight_decay: float = Field(default=0.05, ge=0)
-    """Weight decay of AdamW."""
+    """Weight decay of the optimizer."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of what may be computed in less than float32."""
     compile: str | None = None

@@ -1,12 +1,16 @@
 """Pet names: an LSTM learns a list of names letter by letter and makes up new ones.
 
-Any text file with a name on each line.
+Any text file with a name on each line, or a JSON file with a list of names.
 """
 
 import json
 import unicodedata
+import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -20,10 +24,13 @@ from prefect_torch_ddp import (
     RankContext,
     Report,
     read_options,
+    storage_from_uri,
 )
 from prefect_torch_ddp.data import read_files, seeded_split
 
 LONGEST, FEWEST = 60, 2
+ADDRESSES = ("https://", "http://")
+ANSWER_S = 60
 END, NO_LETTER = 0, -100
 
 
@@ -34,28 +41,26 @@ class Options(PetNamesTraining, PetNamesData):
 def prepare(ctx: RankContext) -> None:
     """Write the names, each once whatever its case, their split and their alphabet."""
     options = read_options(Options, ctx.options)
-    files = dict(read_files(ctx.source, options.file))
-    if options.file not in files:
-        msg = (
-            f"{ctx.source.uri} has no {options.file}; name the list by "
-            "data_options={'file': ...}, its folder by source"
-        )
-        raise InvalidParamsError(msg)
-    names = names_in(files[options.file], options.file)
+    names, dropped = names_in(content_of(ctx, options.file), options.file)
+    print(f"{len(names)} names; dropped {len(dropped)}: {', '.join(map(repr, dropped)) or 'none'}")
     train, test = seeded_split(len(names), options.held_out, options.split_seed)
     content = {
         "train": [names[i] for i in train],
         "test": [names[i] for i in test],
         "alphabet": sorted(set("".join(names))),
+        "dropped": dropped,
     }
     (ctx.data / "names.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def train(ctx: RankContext) -> dict[str, int]:
-    """Train with AdamW on a falling rate; recurrent nets need the gradient's norm clipped."""
+def train(ctx: RankContext) -> dict[str, int | str]:
+    """Train with AdamW on a falling rate; recurrent nets need the gradient's norm clipped.
+
+    The returned value is in the model's card, from which `names_of` takes its alphabet.
+    """
     options = read_options(Options, ctx.options)
     data = json.loads((ctx.data / "names.json").read_text(encoding="utf-8"))
-    model = ctx.wrap(NameNet(len(data["alphabet"]), options.hidden, options.dropout))
+    model = ctx.wrap(make_net(options, len(data["alphabet"])))
     loader = ctx.loader(
         letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
     )
@@ -76,7 +81,11 @@ def train(ctx: RankContext) -> dict[str, int]:
         optimizer.step()
         scheduler.step()
         ctx.report(loss=loss, gradient_norm=norm)
-    return {"num_names": len(data["train"])}
+    return {
+        "num_names": len(data["train"]),
+        "num_dropped": len(data["dropped"]),
+        "alphabet": "".join(data["alphabet"]),
+    }
 
 
 @torch.no_grad()
@@ -84,7 +93,7 @@ def evaluate(ctx: RankContext) -> Report:
     """Score the letters of held-out names; save new_names.txt, names that are on no list."""
     options = read_options(Options, ctx.options)
     data = json.loads((ctx.data / "names.json").read_text(encoding="utf-8"))
-    net = NameNet(len(data["alphabet"]), options.hidden).to(ctx.device)
+    net = make_net(options, len(data["alphabet"])).to(ctx.device)
     ctx.track(model=net)
     net.eval()
     meter = ClassificationMeter(["the end", *data["alphabet"]])
@@ -108,10 +117,13 @@ def evaluate(ctx: RankContext) -> Report:
 class NameNet(nn.Module):
     """Letters int64 [n, length] to logits of each next one [n, length, letters + 1] and state."""
 
-    def __init__(self, num_letters: int, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, num_letters: int, hidden: int, dropout: float = 0.0, layers: int = 2
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_letters + 1, 32)
-        self.lstm = nn.LSTM(32, hidden, num_layers=2, batch_first=True, dropout=dropout)
+        between = dropout if layers > 1 else 0.0  # torch warns of one that drops nothing
+        self.lstm = nn.LSTM(32, hidden, num_layers=layers, batch_first=True, dropout=between)
         self.head = nn.Linear(hidden, num_letters + 1)
 
     def forward(
@@ -122,31 +134,83 @@ class NameNet(nn.Module):
         return self.head(outputs), state
 
 
-def names_in(content: bytes, file: str) -> list[str]:
-    """Read a list: each name as it is first written.
+def make_net(options: Options, num_letters: int) -> NameNet:
+    """Make the net that the options describe."""
+    return NameNet(num_letters, options.hidden, options.dropout, options.layers)
+
+
+def content_of(ctx: RankContext, file: str) -> bytes:
+    """Read the list: from an address, by a path or a URI, or from the run's source.
 
     Raises:
-        InvalidParamsError: it isn't UTF-8, has a long line, or too few names.
+        InvalidParamsError: it isn't there.
+    """
+    if file.startswith(ADDRESSES):
+        try:
+            with urllib.request.urlopen(file, timeout=ANSWER_S) as answer:  # noqa: S310 - see ADDRESSES
+                return bytes(answer.read())
+        except OSError as error:
+            msg = f"{file} can't be read: {error}; give the list's address in data_options"
+            raise InvalidParamsError(msg) from error
+    is_elsewhere = "://" in file or Path(file).expanduser().is_absolute()
+    folder, _, name = file.rpartition("/") if is_elsewhere else ("", "", file)
+    source = storage_from_uri(folder or "/") if is_elsewhere else ctx.source
+    files = dict(read_files(source, name))
+    if name not in files:
+        msg = (
+            f"{source.uri} has no {name}; name the list by "
+            "data_options={'file': ...}, its folder by source"
+        )
+        raise InvalidParamsError(msg)
+    return files[name]
+
+
+class Names(NamedTuple):
+    """What a list has."""
+
+    names: list[str]
+    """Each as it is first written."""
+    dropped: list[str]
+    """Lines that are empty, and names that are there already, as they are written."""
+
+
+def names_in(content: bytes, file: str) -> Names:
+    """Read a list.
+
+    Raises:
+        InvalidParamsError: it isn't UTF-8, or no JSON list of texts; it has a long line, or too
+            few names.
     """
     try:
-        lines = unicodedata.normalize("NFC", content.decode("utf-8-sig")).splitlines()
+        text = unicodedata.normalize("NFC", content.decode("utf-8-sig"))
+        lines = json.loads(text) if file.endswith(".json") else text.splitlines()
     except UnicodeDecodeError as error:
         msg = f"{file} is no UTF-8 text ({error}); save it as UTF-8, a name on each line"
         raise InvalidParamsError(msg) from error
+    except json.JSONDecodeError as error:
+        msg = f'{file} is no JSON ({error}); give a list of names, ["Bello", "Rex"]'
+        raise InvalidParamsError(msg) from error
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        msg = f'{file} is no list of texts; give a list of names, ["Bello", "Rex"]'
+        raise InvalidParamsError(msg)
     names: dict[str, str] = {}
-    for name in (" ".join(line.split()) for line in lines):
+    dropped: list[str] = []
+    for line in lines:
+        name = " ".join(line.split())
         if len(name) > LONGEST:
             msg = (
                 f"{file} has a line of {len(name)} characters, {name[:40]!r}...; "
                 f"give a name of at most {LONGEST} on each line"
             )
             raise InvalidParamsError(msg)
-        if name:
-            names.setdefault(name.casefold(), name)
+        if not name or name.casefold() in names:
+            dropped.append(name)
+        else:
+            names[name.casefold()] = name
     if len(names) < FEWEST:
         msg = f"{file} has {len(names)} names; give at least {FEWEST}, each on its own line"
         raise InvalidParamsError(msg)
-    return list(names.values())
+    return Names(list(names.values()), dropped)
 
 
 def letters(names: Sequence[str], alphabet: Sequence[str]) -> TensorDataset:
@@ -180,3 +244,22 @@ def make_up(
         if len(new) == options.num_new:
             break
     return new
+
+
+@torch.no_grad()
+def names_of(model_uri: str, num: int = 50, seed: int = 0) -> list[str]:
+    """Make up names with only an exported model: its weights, and the card next to them.
+
+    Args:
+        model_uri: of model.safetensors, a path or an s3:// URI, as a run's report has it.
+        num: how many names.
+        seed: other names for another seed.
+    """
+    folder, _, file = model_uri.rpartition("/")
+    storage = storage_from_uri(folder)
+    card = json.loads(storage.read(file.replace(".safetensors", ".json")))
+    options = read_options(Options, {**card["options"], "num_new": num})
+    alphabet = list(card["value"]["alphabet"])
+    net = make_net(options, len(alphabet)).eval()
+    net.load_state_dict(safetensors.torch.load(storage.read(file)))
+    return make_up(net, alphabet, [], options, seed)

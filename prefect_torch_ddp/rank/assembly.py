@@ -1,6 +1,7 @@
 """The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,16 +162,17 @@ class ContextParts:
         found = (self.config, self.saver.last, self.tracker.resumed)
         return {**counts, **checkpoints_of(*found, has_ended=has_ended)}
 
-    def export_models(self, workload: str) -> dict[str, str]:
+    def export_models(self, workload: str, value: Mapping[str, Any]) -> dict[str, str]:
         """Export a closed training's models, on rank 0; return their URIs by name.
 
-        None if none was tracked or the training was stopped.
+        Their cards have the value that the training returned. No model is exported if none was
+        tracked or the training was stopped.
         """
         if self.info.rank != 0 or self.progress.stopped_by is not None or not self._has("saver"):
             return {}
         from prefect_torch_ddp.rank.training.outcome import export_tracked  # noqa: PLC0415 - torch
 
-        return export_tracked(self.config, self.saver.last, self.tracked, workload)
+        return export_tracked(self.config, self.saver.last, self.tracked, workload, value)
 
     def _close_loops(self, *, failed: bool) -> None:
         if self._has("loop"):

@@ -73,7 +73,8 @@ def run_stage(
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)
-    return {"value": plain, **parts.outcome(), "model_uris": parts.export_models(workload)}
+    uris = parts.export_models(workload, plain)
+    return {"value": plain, **parts.outcome(), "model_uris": uris}
 
 
 def stage_function(workload: str, stage: str) -> Callable[..., Any]:

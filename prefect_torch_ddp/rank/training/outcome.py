@@ -44,7 +44,11 @@ def checkpoints_of(
 
 
 def export_tracked(
-    config: RankConfig, last: Manifest | None, objects: Mapping[str, Any], workload: str
+    config: RankConfig,
+    last: Manifest | None,
+    objects: Mapping[str, Any],
+    workload: str,
+    value: Mapping[str, Any],
 ) -> dict[str, str]:
     """Export the models of the checkpoint that is evaluated; return their URIs by name.
 
@@ -59,7 +63,7 @@ def export_tracked(
     ]
     if chosen is None or not names:
         return {}
-    about = _about(config, workload)
+    about = {**_about(config, workload), "value": value}
     return export_models(config.storage, chosen, names, config.attempt, about)
 
 

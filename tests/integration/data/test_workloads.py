@@ -1,10 +1,12 @@
 """The example workloads run end to end on small data in the real formats, from a directory and from
 S3."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from flows import pet_names
 from prefect_torch_ddp import (
     CheckpointParams,
     ClusterParams,
@@ -13,6 +15,8 @@ from prefect_torch_ddp import (
     read_result,
     train_flow,
 )
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_cifar10, write_images
 from tests.support.blocks import save_block
 from tests.support.runs import flow_run_id_of, report_of
@@ -52,6 +56,12 @@ def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -
     assert len(new) == len(found) == 50 == report.evaluation.metrics["new_names"]
     assert not found & {name.casefold() for name in names}
     assert report.training.value["num_names"] == 216
+    assert report.training.value["num_dropped"] == 3, "two blank lines, and one name again"
+    assert report.model_uri is not None
+    made = pet_names.names_of(report.model_uri, num=20)  # of the exported model, and nothing else
+    assert len(made) == 20
+    assert made == pet_names.names_of(report.model_uri, num=20)
+    assert set("".join(made)) <= set("".join(names))
     assert report.epochs[-1].metrics["loss"] < 0.8 * report.epochs[0].metrics["loss"]
     assert report.evaluation.loss is not None
 
@@ -81,6 +91,28 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_pat
     assert sorted(zip(frame["step"], frame["rank"], strict=True)) == [
         (step, rank) for step in range(1, 7) for rank in range(2)
     ]
+
+
+def test_land_use_as_its_page_has_it(shared: ClusterParams, tmp_path: Path) -> None:
+    """resnet101 at 64x64 pixels trains by SGD with momentum; each epoch has a checkpoint, and the
+    model's card its classes."""
+    write_images(DirectoryStorage(tmp_path / "land"), ["field", "forest"], num_each=5)
+    report = train_flow(
+        TrainParams(
+            workload="flows.land_use",
+            storage=str(tmp_path / "store"),
+            source=str(tmp_path / "land"),
+            options={"size": 64, "model": "resnet101", "optimizer": "sgd", "epochs": 2},
+            checkpoint=CheckpointParams(every_epochs=1, every_s=None),
+            cluster=shared,
+        )
+    )
+    storage = DirectoryStorage(tmp_path / "store")
+    assert [each.epoch for each in list_manifests(storage, report.run_id)] == [1, 2]
+    assert report.model_uri is not None
+    card = json.loads(Path(report.model_uri).with_suffix(".json").read_text())
+    assert json.loads(card["value"]["classes"]) == ["field", "forest"]
+    assert json.loads(card["value"]["mean"]) == [0.485, 0.456, 0.406]
 
 
 def test_land_use(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
