@@ -36,6 +36,7 @@ table { border-collapse: collapse; width: max-content; font-size: .9rem;
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
 td { max-width: 20rem }
 th { text-align: left }
+@media (max-width: 40rem) { td { max-width: 11rem; overflow-wrap: anywhere } }
 @media print { body { max-width: none } }
 """
 
