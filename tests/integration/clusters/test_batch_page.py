@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -62,11 +63,13 @@ def test_the_page_of_a_batch_system_as_it_is_typed(
                 if "server start" in block:
                     wait_until(lambda: answers(f"http://127.0.0.1:{port}/api"), what="a server")
             elif not block.startswith("# once"):
+                began_s = time.monotonic()
                 run = {"capture_output": True, "text": True, "timeout": COMMAND_S}
                 done = subprocess.run(
                     ["bash", "-ec", exports + block], cwd=project, check=False, **run
                 )
                 assert done.returncode == 0, block + done.stdout[-4000:] + done.stderr[-4000:]
+                print(f"{time.monotonic() - began_s:.1f} s: {block.strip()[:60]}")
                 said[block.split(" ")[1]] = done.stdout
                 if "export " in block:
                     exports = block

@@ -27,10 +27,9 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0 }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line) }
 a { color: var(--link) }
 img { max-width: 100%; height: auto; vertical-align: top }
-pre, .table { overflow-x: auto }
-pre { background: var(--soft); padding: .75rem; border-radius: .4rem }
+.table { overflow-x: auto }
+pre { background: var(--soft); padding: .75rem; border-radius: .4rem; white-space: pre-wrap }
 code { font: .875em ui-monospace, monospace; overflow-wrap: anywhere }
-pre code { overflow-wrap: normal }
 table { border-collapse: collapse; width: max-content; font-size: .9rem;
   font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
