@@ -1,0 +1,116 @@
+"""The first hour: newcomers type what the pages say, from a wheel where no checkout is needed.
+
+Each prints how long its first success took; times aren't asserted, lengths of what is printed are.
+clusters/test_batch_page has the newcomer with a batch system.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.integration.test_manual import blocks_of, terminal
+from tests.integration.test_wheel import EXAMPLES, built_wheel, installed
+from tests.support.servers import prefect_server_in
+from tests.support.waiting import HANG_S, wait_until
+from tests.support.workers import ROOT
+from tests.workloads import torchrun_script
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+LIMIT_S = 300
+MOST_LINES = {"a first run": 40, "a run": 40, "a script": 40, "a notebook": 30, "a night": 15}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel; what it requires is linked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    return installed(built_wheel(folder), folder / "installed")
+
+
+@contextmanager
+def timed(what: str) -> Iterator[list[str]]:
+    """Time a first success and print it; what it printed is put into the list."""
+    said: list[str] = []
+    began_s = time.monotonic()
+    yield said
+    took_s, lines = time.monotonic() - began_s, "".join(said).splitlines()
+    print(f"{what}: {took_s:.1f} s, {len(lines)} lines")
+    assert 0 < len(lines) <= MOST_LINES[what], "\n".join(lines)
+
+
+def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:
+    """Type a command in a folder with an environment on PATH; return all that it prints."""
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    environment |= {"HOME": str(folder), "PATH": f"{bin_folder}:{os.environ['PATH']}", **changes}
+    run = {"cwd": folder, "env": environment, "text": True, "timeout": LIMIT_S}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["bash", "-ec", command], check=False, **run, **both)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return str(done.stdout)
+
+
+def test_with_a_wheel_and_no_server(python: Path, tmp_path: Path) -> None:
+    """The README's first program, under the server that Prefect embeds."""
+    program = next(each for each in EXAMPLES if "train_flow" in each and "__main__" in each)
+    (tmp_path / "first.py").write_text(program, encoding="utf-8")
+    alone = {"PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
+    home = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    with timed("a first run") as said:
+        said.append(typed("python first.py", tmp_path, python.parent, **alone, **home))
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_with_a_wheel_and_a_server(python: Path, tmp_path: Path) -> None:
+    """The command line trains the digits."""
+    with timed("a run") as said:
+        said.append(typed("prefect-torch-ddp train", tmp_path, python.parent))
+    assert "accuracy" in said[0]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_with_a_script_for_torchrun(python: Path, tmp_path: Path) -> None:
+    """A script runs unchanged, with the flags that its author knows."""
+    shutil.copy(str(torchrun_script.__file__), tmp_path / "train.py")
+    command = f"prefect-torch-ddp run-script train.py --nproc-per-node=2 -- {tmp_path} --lr 0.1"
+    with timed("a script") as said:
+        said.append(typed(command, tmp_path, python.parent))
+    assert (tmp_path / "final.pt").exists()
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_in_a_notebook(tmp_path: Path) -> None:
+    """The cells of the page."""
+    cells = [text for language, text in blocks_of(ROOT / "docs/notebooks.md")[:2]]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    where = {"metadata": {"path": str(tmp_path)}}
+    with timed("a notebook") as said:
+        NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=where).execute()
+        said += [each.get("text", "") for cell in notebook.cells for each in cell.outputs]
+    assert re.search(r"^0\.9\d*$|^1\.0$", "".join(said), re.MULTILINE)
+
+
+def test_an_operator(tmp_path: Path) -> None:
+    """`make nightly` says what to type next; typed, the run completes."""
+    (tmp_path / "server").mkdir()
+    with prefect_server_in(tmp_path / "server") as url:
+        environment = os.environ | {"HOME": str(tmp_path), "PREFECT_API_URL": url}
+        bin_folder = ROOT / ".venv" / "bin"
+        environment["PATH"] = f"{bin_folder}:{os.environ['PATH']}"
+        log = tmp_path / "terminal.log"
+        command = f"cd {ROOT} && deployments/nightly.sh"
+        with timed("a night") as said, terminal(command, tmp_path, environment):
+            wait_until(lambda: "--watch" in log.read_text(), 2 * HANG_S, "what to type next")
+            said.append(log.read_text())
+            (watch,) = re.findall(r"prefect deployment run .*", said[0])
+            ends = typed(watch, tmp_path, bin_folder, PREFECT_API_URL=url)
+    assert "Completed" in ends or "success" in ends, ends
