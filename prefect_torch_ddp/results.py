@@ -299,6 +299,12 @@ class Goodput(Result):
     """Waiting for the next batch."""
     other_s: float = 0.0
     """Code outside of `ctx.steps` that no loop followed, such as your own loop."""
+    core_hours: float = 0.0
+    """Hours times the processors that the ranks could use, from their launch to their last record.
+    A processor that several ranks of a host may use counts once. In a batch job these are usually
+    the job's own. 0 if they aren't known."""
+    gpu_hours: float = 0.0
+    """Hours times the GPUs of the ranks, in the same way."""
 
     @property
     def share(self) -> float:

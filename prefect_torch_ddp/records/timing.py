@@ -44,6 +44,11 @@ class TimingLine:
     seconds: Mapping[str, float]
     """By phase, as `protocol.heartbeat` names them. "waiting", a part of these, is the time from
     the rank's own last gradient to the sum over all; it is missing if that isn't known."""
+    cpus: str = ""
+    """The host's processors that the rank may use: a mask as hexadecimal digits, the lowest bit for
+    processor 0; empty if it isn't known."""
+    gpu: str = ""
+    """The UUID of its GPU; empty without one."""
 
     @property
     def began(self) -> float:
@@ -129,7 +134,28 @@ def read_goodput(
     ]
     writers = set(map(_writer, chosen))
     kept = [part for part in parts if any(writer in part.key for writer in writers)]
-    return goodput(run_id, read_parts(storage, kept, TIMING, _parse), claims, failures)
+    found = goodput(run_id, read_parts(storage, kept, TIMING, _parse), claims, failures)
+    return found.model_copy(update=hours(by_attempt.values()))
+
+
+def hours(attempts: Iterable[Sequence[TimingLine]]) -> dict[str, float]:
+    """Return `core_hours` and `gpu_hours`: what was at the ranks' disposal, used or not.
+
+    A processor that several ranks of a host may use counts once, and so does a GPU that they
+    share. An attempt lasts from its first rank's launch to its last record.
+
+    Args:
+        attempts: the newest record of each rank, of each attempt.
+    """
+    core_s = gpu_s = 0.0
+    for lines in attempts:
+        lasted_s = max(line.time for line in lines) - min(line.began for line in lines)
+        cpus: defaultdict[str, int] = defaultdict(int)
+        for line in lines:
+            cpus[line.host] |= int(line.cpus or "0", 16)
+        core_s += lasted_s * sum(mask.bit_count() for mask in cpus.values())
+        gpu_s += lasted_s * len({line.gpu for line in lines} - {""})
+    return {"core_hours": core_s / 3600, "gpu_hours": gpu_s / 3600}
 
 
 def goodput(
@@ -208,4 +234,6 @@ def _writer(line: TimingLine) -> str:
 
 
 def _parse(line: dict[str, Any]) -> TimingLine:
-    return build(TimingLine, line)
+    built = build(TimingLine, line)
+    int(built.cpus or "0", 16)  # what is no mask damages the line
+    return built

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.blocks import resolve_storage
@@ -13,6 +14,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cluster import current_client, wait_for_earlier
+from prefect_torch_ddp.tasks.dashboard import dashboard_of
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.train_run import run_id_of
@@ -47,6 +49,9 @@ def training_gang(
     run_id, shown = recorder.record.run_id, TrainingProgress(params.world_size or 0)
     report = LiveReport(storage, shown, recorder, is_published=is_workload)
     with report, current_client() as client, display_here():
+        if url := dashboard_of(client):
+            shown.dashboard = url
+            get_run_logger().info("Dask's dashboard: %s", url)
         if newest := newest_attempt(storage, run_id):
             shown.attempt = newest + 1
             wait_for_earlier(client, name, params)

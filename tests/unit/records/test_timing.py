@@ -11,7 +11,9 @@ from prefect_torch_ddp.records.timing import (
     UNKNOWN_STEP,
     TimingLine,
     goodput,
+    hours,
     newest_lines,
+    read_goodput,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -79,3 +81,28 @@ def test_the_newest_record_of_each_rank_of_the_newest_attempt_is_read(tmp_path: 
         log.close()
     found = [(one.rank, one.attempt, one.step) for one in newest_lines(storage, "run")]
     assert found == [(0, 2, 4), (1, 2, 4)]
+
+
+def test_hours_count_a_processor_and_a_gpu_of_several_ranks_once() -> None:
+    """Ranks 0 and 1 share a GPU and their host's processors for half an hour; rank 2 is alone."""
+    half, quarter = line(1, 1, 5000.0, step=1800.0), line(2, 1, 5000.0, step=900.0)
+    first = [
+        replace(half, rank=0, host="a", cpus="3", gpu="GPU-1"),
+        replace(half, rank=1, host="a", cpus="3", gpu="GPU-1"),
+        replace(half, rank=2, host="b", cpus="c0", gpu="GPU-2"),
+    ]
+    second = [replace(quarter, rank=0, cpus="1"), replace(quarter, rank=1, cpus="2")]
+    assert hours([first, second]) == {"core_hours": 2.0 + 0.5, "gpu_hours": 1.0}
+    assert hours([]) == {"core_hours": 0.0, "gpu_hours": 0.0}
+
+
+def test_records_of_ranks_that_knew_no_processors_have_no_hours(tmp_path: Path) -> None:
+    """Lines of an earlier version lack the field; what is no mask is a damaged line."""
+    storage = DirectoryStorage(tmp_path)
+    for rank, cpus in enumerate(("", "zz", "f")):
+        log = RecordLog(storage, "run", "timing", rank=rank, attempt=1)
+        log.append(replace(line(1, 1, 3700.0, rank, step=3600.0), cpus=cpus))
+        log.close()
+        found = read_goodput(storage, "run", {1: 100.0}, {})
+        assert found.core_hours == (4.0 if cpus == "f" else 0.0)
+        assert found.wall_s == 3600.0

@@ -1,6 +1,7 @@
 """A rank's records of where its time went: at a low rate, at checkpoints, and at the end."""
 
 import logging
+import os
 import sys
 import time
 from contextlib import suppress
@@ -61,7 +62,7 @@ class TimingLog:
             knows_step: whether the training has found the step that it begins with by now.
         """
         self._knows_step |= knows_step
-        device, cuda_bytes = _device()
+        device, cuda_bytes, gpu = _device()
         line = TimingLine(
             step=self._numbers.current if self._knows_step else UNKNOWN_STEP,
             time=time.time(),
@@ -72,6 +73,8 @@ class TimingLog:
             rss_bytes=_peak_rss_bytes(),
             cuda_bytes=cuda_bytes,
             seconds=self._heartbeat.seconds(),
+            cpus=f"{sum(1 << cpu for cpu in os.sched_getaffinity(0)):x}",
+            gpu=gpu,
             **self._who,
         )
         self._log.append(line)
@@ -89,17 +92,21 @@ class TimingLog:
             logger.warning("this rank's time measurements are lost: %s", error)
 
 
-def _device() -> tuple[str, int]:
-    """Return the device's name and the most memory that torch had in use there; asks no GPU."""
+def _device() -> tuple[str, int, str]:
+    """Return the device's name, the most memory that torch had in use there, and the UUID of a GPU.
+
+    It asks no GPU.
+    """
     torch: Any = sys.modules.get("torch")
     try:
         if torch is None or not torch.cuda.is_initialized():
-            return "cpu", 0
+            return "cpu", 0, ""
         number = torch.cuda.current_device()
         name = f"cuda:{number} {torch.cuda.get_device_name(number)}"
-        return name, torch.cuda.max_memory_allocated(number)
+        uuid = str(torch.cuda.get_device_properties(number).uuid)
+        return name, torch.cuda.max_memory_allocated(number), uuid
     except (AttributeError, RuntimeError):  # half loaded, or the GPU has failed
-        return "unknown", 0
+        return "unknown", 0, ""
 
 
 def _peak_rss_bytes() -> int:

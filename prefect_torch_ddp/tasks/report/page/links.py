@@ -1,10 +1,13 @@
 """Where a page may lead: to Prefect's UI, and from a file in a storage to its neighbours."""
 
+import re
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.tasks.report.markdown import code, text
+
+_WEB = re.compile(r"https?://([\w.:/%-]+)")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class Links:
         while len(ours) > 1 and len(theirs) > 1 and ours[0] == theirs[0]:
             del ours[0], theirs[0]
         return "../" * (len(ours) - 1) + "/".join(quote(each, safe="") for each in theirs)
+
+
+def web_link(url: str) -> str:
+    """Show an address that others gave, as a link if a browser can follow it."""
+    match = _WEB.fullmatch(url)
+    return f"[{text(match[1])}]({url})" if match else code(url)
 
 
 def report_key(run_id: str) -> str:

@@ -86,8 +86,15 @@ def goodput_table(goodput: Goodput | None) -> str:
     ]
     times = "attempt" if goodput.num_attempts == 1 else "attempts"
     whole = f"{duration(goodput.wall_s)}, in {goodput.num_attempts} {times}"
-    says = f"**{percent(goodput.share, 0)}** of {whole}, went into useful steps."
+    says = f"**{percent(goodput.share, 0)}** of {whole}, went into useful steps.{_hours(goodput)}"
     return f"{says}\n\n{table(['what', 'time', 'share'], rows)}"
+
+
+def _hours(goodput: Goodput) -> str:
+    """Say what was at the ranks' disposal; nothing if that isn't known."""
+    shown = [f"{number(goodput.core_hours)} core hours"] if goodput.core_hours else []
+    shown += [f"{number(goodput.gpu_hours)} GPU hours"] if goodput.gpu_hours else []
+    return f" The ranks had {' and '.join(shown)}." if shown else ""
 
 
 def _share(spent_s: float, line: TimingLine) -> str:

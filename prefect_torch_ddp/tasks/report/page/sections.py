@@ -31,6 +31,7 @@ from prefect_torch_ddp.tasks.report.page.headline import (
     headline,
     standing,
 )
+from prefect_torch_ddp.tasks.report.page.links import web_link
 from prefect_torch_ddp.tasks.report.page.plot import left_out, render_curves
 from prefect_torch_ddp.tasks.report.page.ranks import goodput_table, rank_table
 
@@ -108,6 +109,8 @@ def _facts(view: RunView) -> str:
         "Checkpoints": _when_saved(view),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
+        # A run's own cluster ends with the run.
+        "Dask dashboard": web_link(training.dashboard) if training.status == "training" else "",
     }
     return fact_table(facts)
 

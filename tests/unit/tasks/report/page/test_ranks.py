@@ -64,4 +64,13 @@ def test_the_wall_time_is_laid_out_by_size() -> None:
     assert "**60 %** of 1 min 40 s, in 2 attempts, went into useful steps." in shown
     assert shown.index("useful steps") < shown.index("| lost: done again")
     assert "starting" not in shown
+    assert "The ranks had" not in shown
     assert "Where the time went" not in page_of()
+
+
+def test_the_hours_at_the_ranks_disposal_follow_the_useful_share() -> None:
+    """GPU hours are there if there was a GPU."""
+    goodput = Goodput(run_id="run", num_attempts=1, wall_s=100.0, core_hours=12.34567)
+    assert "useful steps. The ranks had 12.35 core hours.\n" in page_of(goodput=goodput)
+    both = goodput.model_copy(update={"gpu_hours": 2.0})
+    assert "The ranks had 12.35 core hours and 2 GPU hours.\n" in page_of(goodput=both)
