@@ -1,8 +1,5 @@
 """Trainings on arrays end undisturbed after kills in mid-epoch, on real ranks and a real S3."""
 
-import hashlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from prefect_torch_ddp.data.arrays import axes as array_axes
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.support.ranks import Died, config_for, train_on
+from tests.support.killed import check_killed_and_resumed, train_or_die
 from tests.unit.data.arrays.array_files import walk, weather
 
 pytest.importorskip("zarr")
@@ -24,31 +21,24 @@ pytestmark = [
     pytest.mark.timeout(200),
     pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part"),
 ]
-BATCH, EPOCHS = 16, 2
+BATCH = 16
 NUM_SAMPLES, NUM_STEPS = 108, 14
 CUT: dict[str, Any] = {"window": {"time": 3}, "patch": {"lat": 4, "lon": 2}}
 
 
 def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, Any]:
-    """Predict the next time from two before it; rank 1, or the only one, dies in a step."""
+    """Predict the next time from two before it."""
     array_axes.PIECE_BYTES = 1
     samples = array("weather.zarr", storage=storage, shuffle_buffer=40, **CUT)
     torch.manual_seed(0)
     net = torch.nn.Conv2d(2, 1, 3, padding=1)
-    model = ctx.wrap(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    ctx.track(model=model, optimizer=optimizer)
-    for batch in ctx.steps(ctx.loader(samples, global_batch_size=BATCH), epochs=EPOCHS):
-        optimizer.zero_grad()
-        for piece, weight in ctx.micro_batches(batch):
-            steps = piece["t2m"] / 1000
-            loss = torch.nn.functional.mse_loss(model(steps[:, :2]), steps[:, 2:])
-            (loss * weight).backward()
-        if ctx.step == kill_at and ctx.rank == min(1, ctx.world_size - 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-    state = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
-    return {"step": ctx.step, "sha256": hashlib.sha256(state).hexdigest()}
+
+    def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        steps = batch["t2m"] / 1000
+        return torch.nn.functional.mse_loss(model(steps[:, :2]), steps[:, 2:])
+
+    loader = ctx.loader(samples, global_batch_size=BATCH)
+    return train_or_die(ctx, loader, net, loss_of, kill_at)
 
 
 @pytest.fixture
@@ -73,17 +63,9 @@ def test_on_arrays_a_killed_training_ends_with_the_undisturbed_weights(
     kind, storages, tmp_path
 ) -> None:
     """Two ranks are killed twice, and the ledger counts every sample once an epoch."""
-    calm = config_for(tmp_path / "calm", ledger=True)
-    undisturbed = train_on(2, calm, train, storages["directory"], None)
-    for kill_at in (5, 10):
-        values = train_on(
-            2, config_for(tmp_path / "r", ledger=True), train, storages[kind], kill_at
-        )
-        assert any(isinstance(value, Died) for value in values)
-    ended = train_on(2, config_for(tmp_path / "r", ledger=True), train, storages[kind], None)
-    assert ended == undisturbed
-    assert ended[0]["step"] == NUM_STEPS
-    report = read_ledger(DirectoryStorage(tmp_path / "r"), "run")
+    last = check_killed_and_resumed(tmp_path, train, storages["directory"], storages[kind], (5, 10))
+    assert last == NUM_STEPS
+    report = read_ledger(DirectoryStorage(tmp_path / "runs"), "run")
     assert str(report).splitlines() == [
         f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in (1, 2)
     ]

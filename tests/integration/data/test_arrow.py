@@ -1,8 +1,5 @@
 """Trainings on a dataset of Hugging Face, unadapted, on real ranks that are killed."""
 
-import hashlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.killed import train_or_die
 from tests.support.ranks import Died, config_for, train_on
 from tests.unit.data.test_hugging_face import rows, walk
 
@@ -23,26 +21,19 @@ NUM_ROWS, BATCH, NUM_STEPS = 45, 8, 12
 
 
 def train(ctx: RankContext, folder: Path, kill_at: int | None) -> dict[str, Any]:
-    """Train for two epochs on a dataset that is mapped from a folder; rank 1 dies in a step."""
+    """Train for two epochs on a dataset that is mapped from a folder; rank 1 may die."""
     rows = datasets.load_from_disk(str(folder)).with_format("torch")
     asked: list[int] = []
     own = datasets.Dataset.__getitems__
     datasets.Dataset.__getitems__ = lambda self, keys: asked.append(len(keys)) or own(self, keys)
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 1)
-    model = ctx.wrap(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    ctx.track(model=model, optimizer=optimizer)
-    for batch in ctx.steps(ctx.loader(rows, global_batch_size=BATCH), epochs=2):
-        optimizer.zero_grad()
-        for piece, weight in ctx.micro_batches(batch):
-            loss = torch.nn.functional.mse_loss(model(piece["x"])[:, 0], piece["y"])
-            (loss * weight).backward()
-        if ctx.step == kill_at and ctx.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-    state = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
-    return {"step": ctx.step, "sha256": hashlib.sha256(state).hexdigest(), "batches": len(asked)}
+
+    def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
+
+    ended = train_or_die(ctx, ctx.loader(rows, global_batch_size=BATCH), net, loss_of, kill_at)
+    return {**ended, "batches": len(asked)}
 
 
 def refused(ctx: RankContext) -> str:

@@ -1,9 +1,6 @@
 """Trainings on tables end undisturbed after kills in mid-epoch, on real ranks and a real S3."""
 
-import hashlib
-import os
 import pickle
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +15,29 @@ from prefect_torch_ddp.data.tables import pieces as tables_pieces
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.support.ranks import Died, config_for, train_on
+from tests.support.killed import check_killed_and_resumed, train_or_die
+from tests.support.ranks import config_for, train_on
 from tests.unit.data.tables.parquet_files import numbered, walk, write
 from tests.unit.data.test_loader import loader_of
 
 pytestmark = pytest.mark.timeout(200)
-NUM_ROWS, BATCH, EPOCHS = 150, 16, 2
+NUM_ROWS, BATCH = 150, 16
 NUM_STEPS = 20
 SIZES = [70, 0, 80]
 
 
 def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, Any]:
-    """Train on a table with small windows; rank 1, or the only one, dies in a step."""
+    """Train on a table with small windows."""
     tables_pieces.PIECE_ROWS = 8
     rows = table(storage, features=["half"], target="number", shuffle_buffer=32)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    model = ctx.wrap(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    ctx.track(model=model, optimizer=optimizer)
-    for batch in ctx.steps(ctx.loader(rows, global_batch_size=BATCH), epochs=EPOCHS):
-        optimizer.zero_grad()
-        for (x, y), weight in ctx.micro_batches(batch):
-            loss = torch.nn.functional.mse_loss(model(x / 75)[:, 0], y.float() / 150)
-            (loss * weight).backward()
-        if ctx.step == kill_at and ctx.rank == min(1, ctx.world_size - 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-    state = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
-    return {"step": ctx.step, "sha256": hashlib.sha256(state).hexdigest()}
+
+    def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(model(x / 75)[:, 0], y.float() / 150)
+
+    return train_or_die(ctx, ctx.loader(rows, global_batch_size=BATCH), net, loss_of, kill_at)
 
 
 @pytest.fixture
@@ -63,16 +54,8 @@ def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
 @pytest.mark.parametrize("kind", ["directory", "s3"])
 def test_killed_in_mid_epoch_it_ends_with_the_undisturbed_weights(kind, storages, tmp_path) -> None:
     """Two ranks are killed twice, and the ledger counts every row once an epoch."""
-    undisturbed = train_on(
-        2, config_for(tmp_path / "calm", ledger=True), train, storages["directory"], None
-    )
-    for kill_at in (5, 14):
-        config = config_for(tmp_path / "runs", ledger=True)
-        values = train_on(2, config, train, storages[kind], kill_at)
-        assert any(isinstance(value, Died) for value in values)
-    ended = train_on(2, config_for(tmp_path / "runs", ledger=True), train, storages[kind], None)
-    assert ended == undisturbed
-    assert ended[0]["step"] == NUM_STEPS
+    last = check_killed_and_resumed(tmp_path, train, storages["directory"], storages[kind], (5, 14))
+    assert last == NUM_STEPS
     report = read_ledger(DirectoryStorage(tmp_path / "runs"), "run")
     assert str(report).splitlines() == [
         f"epoch {epoch}: {NUM_ROWS} samples, each once" for epoch in (1, 2)
