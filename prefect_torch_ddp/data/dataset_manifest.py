@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_core import from_json, to_json
@@ -38,6 +38,14 @@ class DatasetFile(Result):
     @classmethod
     def _stays_inside(cls, key: str) -> str:
         return check_key(key)  # a manifest is read from a storage that others may write to
+
+
+class Written(NamedTuple):
+    """What a Dask worker wrote of a dataset."""
+
+    files: tuple[DatasetFile, ...]
+    about: Any = None
+    """What else the caller has to know of it."""
 
 
 class DatasetManifest(Result):

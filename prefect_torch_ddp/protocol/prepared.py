@@ -1,6 +1,7 @@
 """What a rank that prepares a dataset sends its caller if Dask is to compute the dataset."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -12,5 +13,7 @@ class LazyDataset:
 
     kind: str
     """Its class, with the module."""
+    form: Literal["table", "arrays"]
+    """What its dataset is: Parquet files, or a Zarr group."""
     pickled: bytes
     """By cloudpickle."""

@@ -24,6 +24,9 @@ from prefect_torch_ddp.results import DatasetReport, Report
 
 M = TypeVar("M", bound=BaseModel)
 
+MAX_IN_MEMORY_BYTES = 64 * 2**20
+"""Of a variable that Dask doesn't compute, such as a mask or coordinates."""
+
 
 def run_with_context(
     config: RankConfig,
@@ -55,7 +58,7 @@ def run_stage(
     """Run the stage of a workload, `package.module` or `package.module:object`.
 
     Returns:
-        The DatasetReport of prepare, or the Dask DataFrame that it returned; the Report of
+        The DatasetReport of prepare, or the Dask collection that it returned; the Report of
         evaluate; or of train a dict with `value`, what `ContextParts.outcome` gives, and
         `model_uris`; checkpoints are None, and models missing, except on rank 0.
 
@@ -146,18 +149,35 @@ class _ReturnedLazyError(Exception):
 
 
 def _lazy_dataset(value: object) -> LazyDataset | None:
-    """Return a Dask DataFrame pickled; refuse another collection, which nobody would write."""
+    """Return a Dask collection pickled; refuse one that nobody would write."""
     # By Dask's own protocol: a rank doesn't load Dask to look.
     if not hasattr(type(value), "__dask_graph__"):
         return None
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if not (kind.startswith("dask.") and type(value).__name__ == "DataFrame"):
+    module, name = type(value).__module__, type(value).__qualname__
+    kind = f"{module}.{name}"
+    if module.startswith("dask.") and name == "DataFrame":
+        return LazyDataset(kind, "table", cloudpickle.dumps(value))
+    if module.startswith("xarray.") and name in {"Dataset", "DataArray"}:
+        _refuse_in_memory(value, name)
+    elif not (module.startswith("dask.") and name == "Array"):
         msg = (
-            f"prepare returned a {kind}; of Dask's collections only a DataFrame is written: make "
-            "one of it, or write files to ctx.data"
+            f"prepare returned a {kind}; of Dask's collections a DataFrame, an Array and xarray's "
+            "Dataset are written: make one of them, or write files to ctx.data"
         )
         raise InvalidParamsError(msg)
-    return LazyDataset(kind, cloudpickle.dumps(value))
+    return LazyDataset(kind, "arrays", cloudpickle.dumps(value))
+
+
+def _refuse_in_memory(value: Any, kind: str) -> None:
+    """Refuse a large variable of xarray that isn't Dask's: it would be sent in one piece."""
+    named = value.variables if kind == "Dataset" else {value.name or "values": value.variable}
+    for name, variable in named.items():
+        if variable.chunks is None and variable.nbytes > MAX_IN_MEMORY_BYTES:
+            msg = (
+                f"prepare returned a {kind} whose {name} isn't an array of Dask's, and takes "
+                f"{variable.nbytes / 1e6:.0f} MB: open it with chunks={{}}, or use .chunk(...)"
+            )
+            raise InvalidParamsError(msg)
 
 
 def _report(value: Any, workload: str) -> Report:

@@ -174,6 +174,7 @@ CARD = Format("model card")
 RUN_RECORD = Format("run record")
 DATASET = Format("dataset manifest")
 IMAGE_INDEX = Format("list of images")
+STATISTICS = Format("statistics of a variable")
 METRICS = Format("part of the metrics")
 TIMING = Format("part of the timing")
 LEDGER = Format("part of the ledger")
@@ -181,6 +182,6 @@ LINES = {"metrics": METRICS, "timing": TIMING, "ledger": LEDGER}
 """The files of JSON lines, by their folders."""
 FORMATS = (
     *(MANIFEST, RESUME, ENDED, CLAIM, FAILURE, FINISHED, CARD),
-    *(RUN_RECORD, DATASET, IMAGE_INDEX, METRICS, TIMING, LEDGER),
+    *(RUN_RECORD, DATASET, IMAGE_INDEX, STATISTICS, METRICS, TIMING, LEDGER),
 )
 """All of them."""

@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from typing import Any
 
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile
+from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -12,8 +12,8 @@ ROW_GROUP_ROWS = 16_384
 """Small enough that a window of `table()` mixes the rows of several row groups."""
 
 
-def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> DatasetFile | None:
-    """Write a partition as a Parquet file; return None, and write no file, if it has no rows.
+def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Written:
+    """Write a partition as a Parquet file; write none if it has no rows.
 
     Each call chooses a new file name. Two workers may compute the same partition if one of them
     counts as lost; neither then overwrites the other's file.
@@ -32,7 +32,7 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Dat
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     if not len(frame):
-        return None
+        return Written(())
     try:
         rows = pa.Table.from_pandas(frame, preserve_index=False)
         buffer = pa.BufferOutputStream()
@@ -51,7 +51,7 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Dat
     key = f"part-{number:06d}-{uuid.uuid4().hex[:8]}.parquet"
     storage.write(f"{files_key}/{key}", content)
     digest = hashlib.sha256(content).hexdigest()
-    return DatasetFile(key=key, num_bytes=len(content), sha256=digest)
+    return Written((DatasetFile(key=key, num_bytes=len(content), sha256=digest),))
 
 
 def _is_number(type_: Any) -> bool:

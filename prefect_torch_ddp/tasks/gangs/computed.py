@@ -1,25 +1,23 @@
-"""The dataset that Dask computes: partitions written by the workers, the manifest last."""
+"""The dataset that Dask computes: parts written by the workers, the manifest last."""
 
 import pickle
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import distributed
-from dask.delayed import delayed
-from dask.graph_manipulation import clone
 from distributed.scheduler import KilledWorker
 
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile
+from prefect_torch_ddp.data.dataset_manifest import Written
 from prefect_torch_ddp.data.dataset_store import drop_files, new_files_folder, publish_written
-from prefect_torch_ddp.data.tables.writing import write_part
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
 from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.gangs.parts import ArrayParts, Parts, TableParts
 from prefect_torch_ddp.tasks.report.markdown import duration, size
 
 if TYPE_CHECKING:
@@ -27,11 +25,13 @@ if TYPE_CHECKING:
 
     LoggingAdapter = Logger | LoggerAdapter[Any]
 
+LIBRARIES = {"table": ("tables", ["pyarrow"]), "arrays": ("arrays", ["zarr", "xarray"])}
+"""The extra and the libraries that workers need for each form of a dataset."""
 LOOK_S = 0.5
 """Between two looks for a cancel."""
 SAY_EVERY_S = 10.0
 MAX_DEATHS = 3
-"""So many workers may die at one partition; a cluster that a run starts allows none itself."""
+"""So many workers may die at one part; a cluster that a run starts allows none itself."""
 
 
 def publish_computed(
@@ -41,7 +41,7 @@ def publish_computed(
     lazy: LazyDataset,
     logger: "LoggingAdapter",
 ) -> DatasetReport:
-    """Have a Dask DataFrame's partitions computed and written, and publish them as a dataset.
+    """Have the parts of a Dask collection computed and written, and publish them as a dataset.
 
     Needs the memory of what Dask computes at once, on the workers, and none here. A lost worker
     costs what it had not finished.
@@ -54,16 +54,17 @@ def publish_computed(
         logger: reports the progress.
 
     Raises:
-        InvalidParamsError: a library is missing on the workers, or a partition can't be written.
+        InvalidParamsError: a library is missing on the workers, or something can't be written.
         GangCancelledError: this task was cancelled.
-        Exception: what computing a partition raised.
+        Exception: what computing a part raised.
     """
     collection = _unpickled(lazy)
     folder, files_key = new_files_folder(dataset_id)
     try:
-        parts = collection.to_delayed()
-        files = _Writing(client, parts, (storage, files_key), logger).to_the_end()
-        return publish_written(storage, dataset_id, folder, files)
+        make = TableParts if lazy.form == "table" else ArrayParts
+        parts: Parts = make(collection, storage, files_key)
+        written = _Writing(client, parts, logger).to_the_end()
+        return publish_written(storage, dataset_id, folder, parts.files(written))
     except BaseException:
         with suppress(Exception):  # what failed first is the one to report
             drop_files(storage, dataset_id, folder)
@@ -71,63 +72,56 @@ def publish_computed(
 
 
 def _unpickled(lazy: LazyDataset) -> Any:
+    extra, libraries = LIBRARIES[lazy.form]
     try:
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-
-        pa.__version__  # noqa: B018
+        for name in libraries:
+            import_module(name)
         return pickle.loads(lazy.pickled)
     except ImportError as error:
         msg = (
             f"prepare returned a {lazy.kind}, which can't be loaded on a Dask worker: {error}; "
-            "install prefect-torch-ddp with its extra `tables` there, and the workload's modules"
+            f"install prefect-torch-ddp with its extra `{extra}` there, and the workload's modules"
         )
         raise InvalidParamsError(msg) from error
 
 
 class _Writing:
-    """The partitions on their way: which are written, and which were lost with their worker."""
+    """The parts on their way: which are written, and which were lost with their worker."""
 
     def __init__(
         self,
         client: distributed.Client,
-        parts: Sequence[Any],
-        where: tuple[Storage, str],
+        parts: Parts,
         logger: "LoggingAdapter",
     ) -> None:
         self._client = client
         self._parts = parts
-        self._where = where
         self._logger = logger
         self._why_unwanted = own_task_watch()
         self._futures: dict[distributed.Future[Any], int] = {}
         self._deaths: Counter[int] = Counter()
+        self._written: dict[int, Written] = {}
+        self._began_s = self._said_s = 0.0
 
-    def to_the_end(self) -> list[DatasetFile]:
-        """Wait until all are written; return their files."""
-        files: list[DatasetFile] = []
-        began_s = said_s = time.monotonic()
-        for number in range(len(self._parts)):
-            self._submit(number)
+    def to_the_end(self) -> list[Written]:
+        """Wait until all are written; return what was, in the order of the parts."""
+        writes = self._parts.writes
+        self._began_s = self._said_s = time.monotonic()
         try:
-            while self._futures:
-                files += self._newly_written()
-                now_s = time.monotonic()
-                if now_s - said_s >= SAY_EVERY_S or not self._futures:
-                    said_s = now_s
-                    self._say(sum(file.num_bytes for file in files), now_s - began_s)
+            while left := [i for i in range(len(writes)) if i not in self._written]:
+                # At once: one graph for all, which Dask orders so that little is in memory.
+                futures = self._client.compute([writes[i] for i in left])
+                self._futures = dict(zip(futures, left, strict=True))
+                # What was lost is computed again when the scheduler has forgotten that it failed:
+                # when nothing needs it any longer.
+                while self._futures:
+                    self._take_written()
         finally:
             self._client.cancel(list(self._futures), force=True)
-        return files
+        return [self._written[i] for i in range(len(writes))]
 
-    def _submit(self, number: int) -> None:
-        # Keys of their own if it is done again: the scheduler may still know the lost ones.
-        part = clone(self._parts[number]) if self._deaths[number] else self._parts[number]
-        write = delayed(write_part, pure=False)
-        future = self._client.compute(write(part, *self._where, number))
-        self._futures[future] = number
-
-    def _newly_written(self) -> list[DatasetFile]:
-        """Wait for a while; return the files of partitions that were written meanwhile."""
+    def _take_written(self) -> None:
+        """Wait for a while; note the parts that were written meanwhile."""
         if why := self._why_unwanted():
             msg = f"the preparation of the dataset was stopped by {why}"
             raise GangCancelledError(msg)
@@ -136,35 +130,40 @@ class _Writing:
                 list(self._futures), timeout=LOOK_S, return_when="FIRST_COMPLETED"
             )
         except distributed.TimeoutError:
-            return []
-        files = []
+            done = ()
         for future in done:
             number = self._futures.pop(future)
             error = future.exception()
-            written = None if error is not None else future.result()
+            written = Written(()) if error is not None else future.result()
             # Or Dask would compute it again if its worker is lost, and not if it failed.
             future.release()
             if isinstance(error, KilledWorker):
-                self._again(number, error)
+                self._note_death(number, error)
             elif error is not None:
                 raise error
-            elif written is not None:
-                files.append(written)
-        return files
+            else:
+                self._written[number] = written
+        now_s = time.monotonic()
+        if now_s - self._said_s >= SAY_EVERY_S or len(self._written) == len(self._parts.writes):
+            self._said_s = now_s
+            self._say(now_s - self._began_s)
 
-    def _again(self, number: int, error: KilledWorker) -> None:
+    def _note_death(self, number: int, error: KilledWorker) -> None:
         self._deaths[number] += 1
         if self._deaths[number] >= MAX_DEATHS:
             raise error
         self._logger.warning(
-            "a Dask worker died while it prepared partition %d; it is computed again", number
+            "a Dask worker died while it prepared number %d of the %s; it will be computed again",
+            number,
+            self._parts.unit,
         )
-        self._submit(number)
 
-    def _say(self, num_bytes: int, passed_s: float) -> None:
-        num, num_left = len(self._parts), len(self._futures)
+    def _say(self, passed_s: float) -> None:
+        num = len(self._parts.writes)
+        num_left = num - len(self._written)
+        num_bytes = sum(file.num_bytes for each in self._written.values() for file in each.files)
         left = ""
         if num_left and num_left < num:
             left = f", {duration(passed_s * num_left / (num - num_left))} left"
-        words = "prepared %d of %d partitions, %s%s"
-        self._logger.info(words, num - num_left, num, size(num_bytes), left)
+        words = "prepared %d of %d %s, %s%s"
+        self._logger.info(words, num - num_left, num, self._parts.unit, size(num_bytes), left)

@@ -27,7 +27,7 @@ logger = logging.getLogger("test")
 def lazy(make, num: int = 6) -> LazyDataset:
     """Return a Dask DataFrame of as many partitions, as a rank sends it."""
     frame = dd.from_map(make, range(num), meta=META)
-    return LazyDataset("dask.dataframe.DataFrame", cloudpickle.dumps(frame))
+    return LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
 
 
 def rows_of(storage, dataset_id: str) -> list[int]:
@@ -96,7 +96,7 @@ def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) 
     """The error for complex numbers names the partition."""
     storage = DirectoryStorage(tmp_path)
     frame = dd.from_map(mixed_part, range(2), meta={"odd": "complex128"})
-    pickled = LazyDataset("dask.dataframe.DataFrame", cloudpickle.dumps(frame))
+    pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
     with pytest.raises(InvalidParamsError, match=r"partition [01] .* can't be written as Parquet"):
         publish_computed(client, storage, "d", pickled, logger)
 

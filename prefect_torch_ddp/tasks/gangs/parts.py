@@ -1,0 +1,170 @@
+"""What Dask computes and writes of a collection: a table's partitions, or blocks of arrays."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, product
+from typing import Any, Protocol
+
+from dask.base import optimize
+from dask.delayed import delayed
+
+from prefect_torch_ddp.data.arrays.statistics import measured, merged, statistics_key
+from prefect_torch_ddp.data.arrays.writing import HOW, VariableTarget, file_of, write_block
+from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
+from prefect_torch_ddp.data.tables.writing import write_part
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
+
+KEPT_ENCODING = frozenset(
+    {"dtype", "scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar"}
+)
+"""What is kept of how a variable was stored: what its values mean. The rest depends on the format
+that it was read from."""
+
+
+class Parts(Protocol):
+    """A collection in parts, each of which a worker computes and writes."""
+
+    unit: str
+    """What a part is, for people."""
+    writes: list[Any]
+    """A Delayed of a `Written` for each part."""
+
+    def files(self, written: Sequence[Written]) -> list[DatasetFile]:
+        """Write what is left when all parts are written; return the files of the dataset."""
+        ...
+
+
+class TableParts:
+    """The partitions of a Dask DataFrame.
+
+    Args:
+        frame: the DataFrame.
+        storage: of the dataset.
+        files_key: the folder of its files.
+    """
+
+    unit = "partitions"
+
+    def __init__(self, frame: Any, storage: Storage, files_key: str) -> None:
+        write = delayed(write_part, pure=False)
+        parts = frame.to_delayed()
+        self.writes = [write(part, storage, files_key, i) for i, part in enumerate(parts)]
+
+    def files(self, written: Sequence[Written]) -> list[DatasetFile]:
+        """Return the files of the dataset; they are all written."""
+        return [file for each in written for file in each.files]
+
+
+class ArrayParts:
+    """The blocks of all Dask arrays of an xarray Dataset.
+
+    Its other variables are written here, since they are in memory.
+
+    Args:
+        collection: a Dataset, a DataArray, or a Dask array.
+        storage: of the dataset.
+        files_key: the folder of its files, which becomes a Zarr group.
+
+    Raises:
+        InvalidParamsError: xarray can't write such a Dataset as Zarr; says why.
+    """
+
+    unit = "blocks"
+
+    def __init__(self, collection: Any, storage: Storage, files_key: str) -> None:
+        (dataset,) = optimize(_encoded(_as_dataset(collection)))
+        self._storage, self._files_key = storage, files_key
+        self._objects = _template(dataset)
+        self._dataset = dataset
+        self._names: list[str] = []
+        self.writes: list[Any] = []
+        for name, variable in dataset.variables.items():
+            if variable.chunks is not None:
+                self._add(str(name), variable, is_measured=name in dataset.data_vars)
+
+    def _add(self, name: str, variable: Any, *, is_measured: bool) -> None:
+        own = ("zarr.json", f"{name}/zarr.json")
+        target = VariableTarget(
+            self._storage,
+            self._files_key,
+            name,
+            tuple(map(str, variable.dims)),
+            {key: self._objects[key] for key in own},
+            is_measured,
+        )
+        # Once for all blocks, and not in each block's task.
+        given, write = delayed(target), delayed(write_block, pure=False)
+        blocks = variable.data.to_delayed(optimize_graph=False)
+        starts = [list(accumulate(sizes, initial=0))[:-1] for sizes in variable.chunks]
+        for place, start in zip(
+            product(*(range(len(each)) for each in starts)), product(*starts), strict=True
+        ):
+            self.writes.append(write(blocks[place], given, start))
+            self._names.append(name)
+
+    def files(self, written: Sequence[Written]) -> list[DatasetFile]:
+        """Write metadata, statistics and the variables that are in memory; return all files."""
+        found: dict[str, list[Any]] = {}
+        for name, each in zip(self._names, written, strict=True):
+            found.setdefault(name, []).append(each.about)
+        for name, variable in self._dataset.data_vars.items():
+            if variable.chunks is None:
+                found[str(name)] = [measured(variable.values)]
+        statistics = {
+            statistics_key(name): merged(parts).to_bytes()
+            for name, parts in found.items()
+            if parts[0] is not None
+        }
+        files = [file for each in written for file in each.files]
+        for key, content in {**self._objects, **statistics}.items():
+            self._storage.write(f"{self._files_key}/{key}", content)
+            files.append(file_of(key, content))
+        return files
+
+
+def _as_dataset(collection: Any) -> Any:
+    import xarray as xr  # noqa: PLC0415 - an extra
+
+    if not type(collection).__module__.startswith("xarray."):
+        collection = xr.DataArray(collection, name="values")  # or it has Dask's name of the array
+    if hasattr(collection, "to_dataset"):  # a DataArray
+        collection = collection.to_dataset(
+            name="values" if collection.name is None else collection.name
+        )
+    return collection
+
+
+def _encoded(dataset: Any) -> Any:
+    """Return the dataset with the encodings that are kept, and the chunks that fit."""
+    plain = dataset.drop_encoding()
+    for name, variable in dataset.variables.items():
+        encoding = variable.encoding
+        kept = {key: value for key, value in encoding.items() if key in KEPT_ENCODING}
+        chunks = encoding.get("chunks")
+        if chunks is not None and variable.chunks is not None and _fit(chunks, variable.chunks):
+            kept["chunks"] = chunks
+        plain.variables[name].encoding = kept
+        if variable.chunks is not None and not variable.ndim:
+            msg = f"{name} of what prepare returned is a single value of Dask's: compute it there"
+            raise InvalidParamsError(msg)
+    return plain
+
+
+def _fit(chunks: Sequence[int], blocks: Sequence[Sequence[int]]) -> bool:
+    """Tell whether each of Dask's blocks has whole chunks."""
+    return len(chunks) == len(blocks) and all(
+        not size % chunk for chunk, sizes in zip(chunks, blocks, strict=True) for size in sizes[:-1]
+    )
+
+
+def _template(dataset: Any) -> Mapping[str, bytes]:
+    """Return the objects of the Zarr group, without the chunks of Dask's arrays."""
+    from zarr.storage import MemoryStore  # noqa: PLC0415 - an extra
+
+    objects: dict[str, Any] = {}
+    try:
+        dataset.to_zarr(MemoryStore(objects), mode="w-", compute=False, **HOW)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        msg = f"what prepare returned can't be written as Zarr: {error}"
+        raise InvalidParamsError(msg) from error
+    return {key: content.to_bytes() for key, content in objects.items()}

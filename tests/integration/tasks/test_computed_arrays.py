@@ -1,0 +1,122 @@
+"""Workers write a Zarr group that Dask computes, which is complete or absent, and `array` reads
+it."""
+
+import logging
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import InvalidParamsError
+from prefect_torch_ddp.data import array
+from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_key
+from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset, local_dataset
+from prefect_torch_ddp.protocol.prepared import LazyDataset
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.support.gangs import own_cluster
+from tests.unit.data.test_loader import loader_of
+from tests.workloads.dask_parts import grids
+
+xr = pytest.importorskip("xarray")
+da = pytest.importorskip("dask.array")
+pytestmark = pytest.mark.timeout(200)
+logger = logging.getLogger("test")
+
+
+def lazy(collection) -> LazyDataset:
+    """Return a collection as a rank sends it."""
+    kind = f"{type(collection).__module__}.{type(collection).__name__}"
+    return LazyDataset(kind, "arrays", cloudpickle.dumps(collection))
+
+
+@pytest.fixture
+def client(dask_cluster):
+    """Give a client that the test closes: a flow refuses to start while another one is open."""
+    with Client(dask_cluster) as client:
+        yield client
+
+
+@pytest.fixture(params=["directory", "s3"])
+def storage(request, s3_server, tmp_path, monkeypatch):
+    """Give an empty storage of each kind, and caches of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return DirectoryStorage(tmp_path) if request.param == "directory" else s3_server.storage()
+
+
+def check_dataset(storage, num_files: int) -> None:
+    """Compare the published dataset with what Dask computes here."""
+    expected = grids().compute(scheduler="sync")
+    read = xr.open_zarr(local_dataset(storage, "d"), consolidated=False, chunks=None)
+    xr.testing.assert_identical(read.load(), expected)
+    where = dataset_in_place(storage, "d")
+    for name in ("t2m", "doubled"):
+        values = expected[name].values.astype("float64")
+        key = statistics_key(name)
+        found = Statistics.from_bytes(where.read(key), key)
+        finite = values[np.isfinite(values)]
+        assert found.num_values == finite.size
+        assert found.num_not_finite == values.size - finite.size
+        assert [found.mean, found.std] == pytest.approx([finite.mean(), finite.std()])
+        assert (found.minimum, found.maximum) == (finite.min(), finite.max())
+    assert len(list(storage.list("datasets/d/files"))) == num_files
+    samples = array(where, "t2m", nan=0.0)
+    (batch,) = loader_of(samples, len(samples), shuffle=False)
+    assert np.array_equal(batch["t2m"].numpy(), np.nan_to_num(expected["t2m"].values))
+
+
+def test_blocks_become_a_zarr_group(storage, client, caplog) -> None:
+    """Values, coordinates and attributes are those of the collection; earlier datasets stay."""
+    caplog.set_level(logging.INFO)
+    made = publish_computed(client, storage, "d", lazy(grids()), logger)
+    # Chunks: 7 of t2m, as its encoding says; 4 of doubled, as Dask has it; 3 in memory.
+    # Metadata of the group and of 5 variables, and two statistics.
+    assert made.num_files == 7 + 4 + 3 + 6 + 2
+    check_dataset(storage, made.num_files)
+    assert "prepared 8 of 8 blocks" in caplog.text
+    again = publish_computed(client, storage, "d", lazy(grids() * 2), logger)
+    assert again == made
+    check_dataset(storage, made.num_files)
+
+
+@pytest.mark.extended
+def test_a_killed_worker_costs_only_its_blocks(tmp_path) -> None:
+    """The lost blocks are computed again; what another worker wrote of them stays."""
+    storage = DirectoryStorage(tmp_path / "store")
+    options = {"scheduler_kwargs": {"allowed_failures": 0}}
+    with own_cluster(2, **options) as (_, client):
+        made = publish_computed(client, storage, "d", lazy(grids(str(tmp_path))), logger)
+    assert (tmp_path / "died").exists()
+    check_dataset(storage, made.num_files)
+
+
+@pytest.mark.parametrize(("name", "given"), [("values", None), ("n", "n")])
+def test_an_array_of_dask_and_a_dataarray_are_written(name, given, client, tmp_path) -> None:
+    """Each becomes a group with one variable, `values` if it has no name."""
+    storage = DirectoryStorage(tmp_path)
+    numbers = da.arange(40, chunks=8).reshape(10, 4)
+    if given is not None:
+        numbers = xr.DataArray(numbers, dims=("x", "y"), name=given)
+    publish_computed(client, storage, "d", lazy(numbers), logger)
+    samples = array(local_dataset(storage, "d"))
+    (batch,) = loader_of(samples, 10, shuffle=False)
+    assert batch[name].tolist() == np.arange(40).reshape(10, 4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: da.ones(10, chunks=((3, 4, 3),)), "uniform chunk sizes .* chunk()"),
+        (lambda: xr.Dataset({"a": ("x", da.ones(9)), "sum": da.ones(3).sum()}), "sum .* single"),
+        (lambda: xr.Dataset({"a": ("x", da.ones(9))}, attrs={"by": object()}), "as Zarr"),
+    ],
+)
+def test_what_zarr_cant_hold_is_refused(make, says, client, tmp_path) -> None:
+    """The error says why, and nothing is left."""
+    storage = DirectoryStorage(tmp_path)
+    with pytest.raises(InvalidParamsError, match=says):
+        publish_computed(client, storage, "d", lazy(make()), logger)
+    assert find_dataset(storage, "d") is None
+    assert not list(Path(tmp_path).rglob("zarr.json"))
