@@ -28,6 +28,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     select: Mapping[str, slice] | None = None,
     nan: Literal["refuse", "keep"] | float = "refuse",
     missing: Literal["refuse", "fill"] = "refuse",
+    normalize: bool | Mapping[str, tuple[float, float]] = False,
     numbered: bool = False,
     shuffle_buffer: int | None = None,
     storage: Readable | None = None,
@@ -68,6 +69,10 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
         missing: what becomes of chunks that aren't stored: "refuse" is an error before work
             starts, which names them; "fill": they have the array's fill value. It may be NaN for
             xarray, and is then a matter of `nan`.
+        normalize: whether values become (value - mean) / std, in float32, or float64 if they are.
+            True takes the statistics that the dataset has if Dask wrote it for `prepare`; they
+            are over all of it, whatever `select` says. Or a (mean, std) by variable, and the
+            others stay. A std of 0 counts as 1. `nan` is replaced before that.
         numbered: whether a batch has the numbers of its samples too, int64 [samples], as `index`
             or as a second tensor. `dataset.where(number)` tells where a sample lies.
         shuffle_buffer: most samples that are shuffled among one another, and of which two such
@@ -79,12 +84,14 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 
     Raises:
         InvalidParamsError: zarr or xarray is missing; arguments don't fit together; there is no
-            such array, variable or sample; a chunk is missing; values can't be tensors.
+            such array, variable or sample; a chunk is missing; values can't be tensors; there
+            are no statistics.
         StorageError: it can't be read.
     """
     _check(nan, missing)
     # They load what they need of zarr and xarray.
     from prefect_torch_ddp.data.arrays import axes, dataset, pieces, sources  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.scales import normalized  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.variables import used_positions  # noqa: PLC0415
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
@@ -94,7 +101,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
         if missing == "refuse" and variable.stored is not None:
             variable.stored.refuse_missing([used[dim] for dim in variable.dims])
     cut = axes.axes_of(found.dims, used, window or {}, patch or {}, stride)
-    samples = pieces.ArrayPieces(found, cut, used, nan, is_numbered=numbered)
+    scaled = normalized(found, normalize)
+    samples = pieces.ArrayPieces(scaled, cut, used, nan, is_numbered=numbered)
     fits = max(1, WINDOW_BYTES // max(1, samples.form.row_bytes))
     buffer = fits if shuffle_buffer is None else whole_number("shuffle_buffer", shuffle_buffer, 1)
     arrays = dataset.Arrays(samples, buffer)

@@ -126,14 +126,14 @@ def open_zarr(
     if dataset is None:
         names = chosen(uri, [*arrays], variables, "array")
         plain = [_plain(f"{uri}/{name}", name, arrays[name], store) for name in names]
-        return Found(uri, plain, {}, is_single=False)
+        return Found(uri, plain, {}, is_single=False, read_object=store.read_object)
     found = open_xarray(dataset, variables, uri)
     with_chunks = []
     for each in found.variables:
         array = arrays[each.name]
         stored = _Chunks(f"{uri}/{each.name}", array, store)
         with_chunks.append(replace(each, chunks=array.shards or array.chunks, stored=stored))
-    return replace(found, variables=with_chunks)
+    return replace(found, variables=with_chunks, read_object=store.read_object)
 
 
 def open_xarray(

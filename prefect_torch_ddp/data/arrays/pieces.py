@@ -136,7 +136,13 @@ class ArrayPieces:
             self.found.variables, self.form.shapes, arrays, strict=False
         ):
             # A view, since rows that follow each other lie side by side.
-            array[rows].reshape(num_of + shape)[...] = self._samples(variable, piece)
+            room = array[rows].reshape(num_of + shape)
+            samples = self._samples(variable, piece)
+            if variable.scale is None:
+                room[...] = samples
+            else:
+                np.subtract(samples, variable.scale.mean, out=room, casting="same_kind")
+                room /= variable.scale.std
         if self.form.is_numbered:
             arrays[-1][rows] = np.arange(piece.first_id, piece.first_id + piece.num_rows)
 

@@ -1,5 +1,6 @@
 """The mean and the spread of a variable: measured block by block, merged, kept in the dataset."""
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -9,8 +10,12 @@ from typing import Any
 import numpy as np
 
 from prefect_torch_ddp.data.arrays.variables import Array
+from prefect_torch_ddp.data.dataset_manifest import published_manifest
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.storage.formats import DAMAGE, STATISTICS, build
+from prefect_torch_ddp.storage.formats import DAMAGE, STATISTICS, build, location
+from prefect_torch_ddp.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 2**18
 """Values that are converted to float64 at a time."""
@@ -21,7 +26,7 @@ class Statistics:
     """What is known of a variable's values. Those that are nan or infinite only count as such."""
 
     num_values: int
-    """Number of finite values."""
+    """Number of finite values. If it is 0, so are all that follow `num_not_finite`."""
     num_not_finite: int
     mean: float
     std: float
@@ -48,12 +53,40 @@ class Statistics:
             raise StorageError(msg) from error
 
 
+NONE = Statistics(0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
 def statistics_key(variable: str) -> str:
     """Return the key of a variable's statistics in its Zarr group.
 
     It is in the array's own folder: among the group's members Zarr would warn of it.
     """
     return f"{variable}/statistics.json"
+
+
+def statistics_in(storage: Storage, dataset_id: str) -> dict[str, dict[str, float]]:
+    """Return the statistics that a published dataset has, as plain numbers by variable.
+
+    What can't be read as such is left out, with a warning: prepare may have written a file of the
+    same name.
+
+    Raises:
+        StorageError: there is no such dataset, or the storage failed.
+    """
+    manifest = published_manifest(storage, dataset_id)
+    suffix = statistics_key("")
+    found = {}
+    for file in manifest.files:
+        if file.key.endswith(suffix) and file.key.count("/") == 1:
+            key = f"{manifest.files_key}/{file.key}"
+            content = storage.read(key)
+            try:
+                read = Statistics.from_bytes(content, location(storage, key))
+            except StorageError as error:
+                logger.warning("the model's card lacks some statistics: %s", error)
+            else:
+                found[file.key.removesuffix(suffix)] = asdict(read)
+    return found
 
 
 def measured(values: Any) -> Statistics | None:
@@ -71,7 +104,7 @@ def measured(values: Any) -> Statistics | None:
 
 def merged(parts: Iterable[Statistics]) -> Statistics:
     """Return the statistics of all parts together."""
-    return reduce(_both, parts, Statistics(0, 0, 0.0, 0.0, math.inf, -math.inf))
+    return reduce(_both, parts, NONE)
 
 
 def _of_some(values: Array) -> Statistics:
@@ -79,7 +112,7 @@ def _of_some(values: Array) -> Statistics:
     finite = found[np.isfinite(found)]
     num_not_finite = len(found) - len(finite)
     if not len(finite):
-        return Statistics(0, num_not_finite, 0.0, 0.0, math.inf, -math.inf)
+        return Statistics(0, num_not_finite, 0.0, 0.0, 0.0, 0.0)
     mean, std = float(finite.mean()), float(finite.std())
     least, most = float(finite.min()), float(finite.max())
     return Statistics(len(finite), num_not_finite, mean, std, least, most)

@@ -45,6 +45,15 @@ class ListedStore(Store):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def read_object(self, key: str) -> bytes | None:
+        """Return an object that isn't Zarr's; None if it wasn't listed.
+
+        Raises:
+            StorageError: it can't be read.
+        """
+        listed = self.objects.get(key)
+        return None if listed is None else read_range(self.source, listed, 0, listed.num_bytes)
+
     async def get(
         self,
         key: str,

@@ -1,6 +1,6 @@
 """The variables of a dataset of arrays, and what reads a box of one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -44,6 +44,14 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Makes of a value (value - mean) / std."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
 class Variable:
     """An array with named dimensions, which is read box by box."""
 
@@ -57,6 +65,8 @@ class Variable:
     read: ReadBox
     stored: "Stored | None" = None
     """Tells which chunks there are, where that can be known."""
+    scale: Scale | None = None
+    """How the values that were read become those of the tensors."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class Found:
     """The values along a dimension, of those that have any."""
     is_single: bool
     """Whether it is one array, and no group of them."""
+    read_object: Callable[[str], bytes | None] | None = None
+    """Reads another object of the Zarr group by its key, if there is one; None: it has none."""
     sizes: Mapping[str, int] = field(init=False)
     """The positions of each dimension."""
 

@@ -12,6 +12,7 @@ from prefect_torch_ddp.checkpoint.export import export_models
 from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
+from prefect_torch_ddp.data.arrays.statistics import statistics_in
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.hiding import hidden
@@ -82,12 +83,15 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
 def _about(config: RankConfig, workload: str) -> dict[str, Any]:
     dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
     shown = {"dataset_id", "digest", "num_files", "num_bytes"}
+    about = None if dataset is None else dataset.model_dump(include=shown)
+    if about is not None and (found := statistics_in(config.storage, about["dataset_id"])):
+        about["statistics"] = found
     versions = {package: _version(package) for package in PACKAGES}
     return {
         "workload": workload,
         "options": hidden("", config.options),
         "seed": config.seed,
-        "dataset": None if dataset is None else dataset.model_dump(include=shown),
+        "dataset": about,
         "versions": {"python": platform.python_version(), **versions},
     }
 
