@@ -5,6 +5,7 @@ The flows are those of deployments/clusters.
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from tests.integration.tasks.test_cancel import (
     wait_for_checkpoint,
 )
 from tests.integration.tasks.test_run_record import events_of
+from tests.integration.test_manual import COMMAND_S, DOCS, blocks_of, write_program
+from tests.integration.test_wheel import run
 from tests.support.gangs import all_gone, by_rank, pids_in, sleeping_gang
 from tests.support.runs import flow_run_id_of, logs_of, steered, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
@@ -246,3 +249,14 @@ def test_a_gang_over_two_jobs(site: Site, tmp_path: Path, caplog: pytest.LogCapt
         wait_until(lambda: all_gone(ranks) and not site.processes(victim))
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
     wait_until(lambda: not site.job_ids() and not site.processes())
+
+
+@pytest.mark.timeout(600)
+def test_the_program_for_those_who_chain_jobs(site: Site, tmp_path: Path) -> None:
+    """The program of docs/from trains in jobs that the file describes."""
+    described = example(site, tmp_path).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(described))
+    ((_, code),) = blocks_of(DOCS / "from/batch_jobs.md")
+    program = write_program(code, tmp_path)
+    said = run(sys.executable, program, "cluster.yaml", folder=tmp_path, timeout_s=COMMAND_S)
+    assert re.search(r"^accuracy 0\.9\d, attempt 1$", said, re.MULTILINE), said
