@@ -17,10 +17,14 @@ from pydantic import Field
 from flows.options import (
     Cifar10Data,
     Cifar10Training,
+    GriddedData,
+    GriddedTraining,
     LandUseData,
     LandUseTraining,
     PetNamesData,
     PetNamesTraining,
+    TabularData,
+    TabularTraining,
 )
 from prefect_torch_ddp import TrainParams, TrainReport, train_flow
 from prefect_torch_ddp.examples.options import DigitsData, DigitsTraining
@@ -66,6 +70,22 @@ class LandUseParams(TrainParams):
     data_options: LandUseData = LandUseData()  # type: ignore[assignment]
 
 
+class GriddedParams(TrainParams):
+    """Parameters of a run with a generated field."""
+
+    workload: Literal["flows.gridded"] = "flows.gridded"
+    options: GriddedTraining = GriddedTraining()  # type: ignore[assignment]
+    data_options: GriddedData = GriddedData()  # type: ignore[assignment]
+
+
+class TabularParams(TrainParams):
+    """Parameters of a run with generated trips."""
+
+    workload: Literal["flows.tabular"] = "flows.tabular"
+    options: TabularTraining = TabularTraining()  # type: ignore[assignment]
+    data_options: TabularData = TabularData()  # type: ignore[assignment]
+
+
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def digits(params: DigitsParams = DigitsParams()) -> TrainReport:  # noqa: B008 - it is frozen
     """Train on handwritten digits, which come with scikit-learn."""
@@ -90,6 +110,18 @@ def land_use(params: LandUseParams) -> TrainReport:
     return train(params)
 
 
+@flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
+def gridded(params: GriddedParams = GriddedParams()) -> TrainReport:  # noqa: B008 - it is frozen
+    """Forecast a field on a grid, which Dask generates."""
+    return train(params)
+
+
+@flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
+def tabular(params: TabularParams = TabularParams()) -> TrainReport:  # noqa: B008 - it is frozen
+    """Predict fares and tips of taxi trips, which Dask generates and cleans."""
+    return train(params)
+
+
 def train(params: TrainParams) -> TrainReport:
     """Do in the calling flow what train_flow does, with each option given."""
     given = {name: getattr(params, name) for name in params.model_fields_set | {"workload"}}
@@ -105,5 +137,7 @@ if __name__ == "__main__":
         cifar10.to_deployment("cifar10-laptop", concurrency_limit=alone),
         pet_names.to_deployment("pet-names-laptop", concurrency_limit=alone),
         land_use.to_deployment("land-use-laptop", concurrency_limit=alone),
+        gridded.to_deployment("gridded-laptop", concurrency_limit=alone),
+        tabular.to_deployment("tabular-laptop", concurrency_limit=alone),
     ]
     serve(*made)

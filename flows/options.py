@@ -110,3 +110,59 @@ class LandUseTraining(Params):
     """Backend of torch.compile, such as inductor; empty: not compiled."""
     num_workers: int = Field(default=0, ge=0)
     """Processes of each rank that decode images."""
+
+
+class GriddedData(Params):
+    """Which field is generated, and how it is divided."""
+
+    times: int = Field(default=400, ge=40)
+    """Time steps of the field, one every 6 hours."""
+    data_seed: int = Field(default=0, ge=0)
+    """Seeds the field."""
+    held_out: float = Field(default=0.2, ge=0.1, le=0.5)
+    """Share of the time, at its end, that training never sees."""
+
+
+class GriddedTraining(Params):
+    """How the next time step is learnt and scored."""
+
+    patch: int = Field(default=16, ge=8, le=32, multiple_of=4)
+    """Grid points of a patch's side."""
+    stride: int = Field(default=8, ge=1, le=32)
+    """Grid points from a patch to the next one."""
+    epochs: PositiveInt = 10
+    """How often training goes through its patches."""
+    global_batch_size: PositiveInt = 128
+    """Patches of an optimizer step, over all ranks."""
+    lr: PositiveFloat = 0.005
+    """The highest learning rate of the one-cycle schedule."""
+    channels: PositiveInt = 12
+    """Channels of the U-Net at full resolution."""
+    leads: int = Field(default=4, ge=1, le=12)
+    """Time steps that evaluation forecasts."""
+
+
+class TabularData(Params):
+    """Which trips are generated, and how they are divided."""
+
+    days: int = Field(default=60, ge=10)
+    """Days with 500 trips each."""
+    data_seed: int = Field(default=0, ge=0)
+    """Seeds the trips."""
+    held_out: float = Field(default=0.2, ge=0.1, le=0.5)
+    """Share of the days, at their end, that training never sees."""
+
+
+class TabularTraining(Params):
+    """How fares and tips are learnt."""
+
+    epochs: PositiveInt = 10
+    """How often training goes through its trips."""
+    global_batch_size: PositiveInt = 512
+    """Trips of an optimizer step, over all ranks."""
+    lr: PositiveFloat = 0.01
+    """The highest learning rate of the one-cycle schedule."""
+    embedding: PositiveInt = 8
+    """Size of each embedding."""
+    hidden: PositiveInt = 64
+    """Size of the hidden layers."""

@@ -26,6 +26,12 @@ class Arrays(ReadByPosition):
         """The positions at the end of a dimension that are in no sample, if there are any."""
         return {axis.name: axis.left_out for axis in self.samples.axes if axis.left_out}
 
+    @property
+    def scales(self) -> dict[str, tuple[float, float]]:
+        """The (mean, std) by which each variable is normalised; a std of 0 counts as 1."""
+        found = self.samples.found.variables
+        return {each.name: (each.scale.mean, each.scale.std) for each in found if each.scale}
+
     def __len__(self) -> int:
         return len(self.samples)
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
 ]
 
-EXAMPLES = ("digits", "cifar10", "pet-names", "land-use")
+EXAMPLES = ("digits", "cifar10", "pet-names", "land-use", "gridded", "tabular")
 CHANGING = {"updated", "created", "last_polled", "status", "resolved_at"}
 
 

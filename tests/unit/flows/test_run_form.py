@@ -8,11 +8,12 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from flows.deployed import cifar10, digits, land_use, pet_names
+from flows.deployed import cifar10, digits, gridded, land_use, pet_names, tabular
 from prefect_torch_ddp import Params, evaluate_flow, train_flow
 from prefect_torch_ddp.params import TrainParams
 
-FLOWS = [train_flow, evaluate_flow, digits, cifar10, pet_names, land_use]
+EXAMPLES = [digits, cifar10, pet_names, land_use, gridded, tabular]
+FLOWS = [train_flow, evaluate_flow, *EXAMPLES]
 FIRST = [
     "workload",
     "world_size",
@@ -98,7 +99,7 @@ def test_what_people_touch_comes_first() -> None:
         assert set(fields) == set(TrainParams.model_fields)
 
 
-@pytest.mark.parametrize("flow", [digits, cifar10, pet_names, land_use])
+@pytest.mark.parametrize("flow", EXAMPLES)
 def test_a_fixed_field_offers_one_value(flow: Any) -> None:
     """`const` makes one UI show it only; the other one has a list of what `enum` names."""
     schema = schema_of(flow)

@@ -1,0 +1,59 @@
+"""The workloads whose data Dask generates and writes: trained, and better than their baselines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, train_flow
+
+pytest.importorskip("zarr")
+pytest.importorskip("xarray")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api"),
+]
+
+
+def trained(workload: str, world_size: int, cluster: ClusterParams, folder: Path) -> TrainReport:
+    """Train on little data."""
+    data_options, options = {
+        "tabular": ({"days": 20}, {"epochs": 4}),
+        "gridded": ({"times": 80}, {"epochs": 3, "global_batch_size": 32}),
+    }[workload]
+    return train_flow(
+        TrainParams(
+            workload=f"flows.{workload}",
+            storage=str(folder),
+            world_size=world_size,
+            cluster=cluster,
+            data_options=data_options,
+            options=options,
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
+    """Each lead time is forecast better than by persistence; the card has mean and std."""
+    report = trained("gridded", world_size, shared, tmp_path)
+    found = report.evaluation.metrics
+    for hours in (6, 12, 18, 24):
+        assert found[f"rmse_{hours}h"] < found[f"persistence_rmse_{hours}h"]
+    assert found["rmse_6h"] < 0.6 * found["persistence_rmse_6h"]
+    weights = report.training.model_uris["model"]
+    card = json.loads(Path(weights).with_suffix(".json").read_bytes())
+    statistics = card["dataset"]["statistics"]["height"]
+    assert statistics["num_values"] == 80 * 32 * 64
+    assert 5000 < statistics["mean"] < 5500
+    assert statistics["num_not_finite"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_tabular(world_size, shared: ClusterParams, tmp_path: Path) -> None:
+    """Fares are better than the mean fare, tips than the majority, on days never trained on."""
+    report = trained("tabular", world_size, shared, tmp_path)
+    assert report.evaluation.metrics["r2"] > 0.8
+    assert report.evaluation.accuracy > report.evaluation.metrics["majority_accuracy"] + 0.02
+    assert report.training.value["num_trips"] + report.evaluation.num_samples == 9_820
