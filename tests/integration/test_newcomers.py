@@ -96,7 +96,8 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     with timed("a notebook") as said:
         NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=where).execute()
         said += [each.get("text", "") for cell in notebook.cells for each in cell.outputs]
-    assert re.search(r"^0\.9\d*$|^1\.0$", "".join(said), re.MULTILINE)
+    (accuracy,) = re.findall(r"^[01]\.\d+$", "".join(said), re.MULTILINE)
+    assert float(accuracy) > 0.8
 
 
 def test_an_operator(tmp_path: Path) -> None:
