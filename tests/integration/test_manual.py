@@ -1,4 +1,4 @@
-"""The manual's programs run as a reader types them: each recipe and the whole tutorial."""
+"""The manual's programs run as a reader types them: recipes, tutorial, storage and resume."""
 
 import json
 import os
@@ -88,6 +88,7 @@ PROMISES: dict[str, Callable[[str], bool]] = {
     "debugging": lambda said: (
         re.fullmatch(r"21 \{'validation_accuracy': 0\.\d+\}", said) is not None
     ),
+    "sharded": lambda said: said == "[5, 6]",
 }
 
 
@@ -219,3 +220,79 @@ def test_the_tutorial_from_a_script_to_a_nightly_run(tmp_path: Path) -> None:
     look = said["python look.py"]
     assert re.search(r"train-ddp/points/points +completed", look)
     assert look.count("completed") == 3
+
+
+WORKLOAD = """
+from pathlib import Path
+
+import torch
+
+from prefect_torch_ddp import RankContext, Report
+
+
+def prepare(ctx: RankContext) -> None:
+    torch.save(torch.arange(40.0), ctx.data / "x.pt")
+
+
+def train(ctx: RankContext) -> None:
+    x = torch.load(ctx.data / "x.pt")
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(torch.utils.data.TensorDataset(x[:, None]), global_batch_size=4)
+    for (inputs,) in ctx.steps(loader, epochs=ctx.options.get("epochs", 2)):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        if ctx.step == 15 and not Path(FIXED).exists():
+            raise ValueError("not fixed yet")
+        ctx.checkpoint(force=ctx.step in {13, 14})  # the second waits for the first
+
+
+def evaluate(ctx: RankContext) -> Report:
+    return Report(num_samples=1, metrics={"score": 1.0})
+"""
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api", "chain_s3_server")
+def test_a_failed_run_continues_as_the_pages_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of resume.md and storage.md resume a run on S3, and one in a copied folder."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    fixed = tmp_path / "fixed"
+    module = f"FIXED = {str(fixed)!r}\n{WORKLOAD}"
+    (tmp_path / "my_workload.py").write_text(module, encoding="utf-8")
+
+    def type_(text: str) -> str:
+        return run("bash", "-ec", text, folder=tmp_path, timeout_s=COMMAND_S)
+
+    def fail(storage: str) -> str:
+        once = "-p max_restarts=0 -p retries=0"
+        type_(f"! prefect-torch-ddp train my_workload --storage {storage} {once}")
+        (record,) = list_records(storage_from_uri(storage))
+        assert "not fixed yet" in str(record.cause)
+        return record.run_id
+
+    monkeypatch.chdir(tmp_path)
+    failed = fail("s3://bucket/prefix")
+    fixed.touch()
+    blocks = blocks_of(DOCS / "resume.md")
+    assert [language for language, _ in blocks] == ["bash", "python"]
+    type_(blocks[0][1])
+    resumed, first = list_records(storage_from_uri("s3://bucket/prefix"))
+    assert (first.run_id, resumed.state, resumed.num_steps) == (failed, "completed", 20)
+    assert type_(f"python {write_program(blocks[1][1], tmp_path)}") == "20 40"
+
+    (text,) = (text for language, text in blocks_of(DOCS / "storage.md") if language == "python")
+    exec(compile(text, "docs/storage.md", "exec"), {})
+    fixed.unlink()
+    (tmp_path / "new/runs").mkdir(parents=True)
+    run_id = fail("old")
+    fixed.touch()
+    (move,) = (text for _, text in blocks_of(DOCS / "storage.md") if "cp -r" in text)
+    type_(move.replace("calm-otter-1a2b3c4d5e6f", run_id))
+    (moved,) = list_records(DirectoryStorage(tmp_path / "new"))
+    assert (moved.state, moved.num_steps, moved.run_id != run_id) == ("completed", 20, True)
+    assert moved.attempts[0].step is None or moved.attempts[0].step >= 13

@@ -23,8 +23,8 @@ does, it waits for ever or ends the process by SIGABRT."""
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _ONLY_A_PART = "and a checkpoint would hold only one rank's part of it"
 WAY_OUT = (
-    "save it with torch.distributed.checkpoint into a folder that all ranks see, as docs/limits.md "
-    "shows, and track only what is whole on each rank"
+    "save it with torch.distributed.checkpoint into a folder that all ranks see, as "
+    "docs/recipes/sharded.md shows, and track only what is whole on each rank"
 )
 
 

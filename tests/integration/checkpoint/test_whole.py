@@ -193,7 +193,7 @@ def test_a_state_dict_that_gathers_is_refused(tmp_path: Path, *, from_start: boo
 
 
 def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:
-    """Train a sharded model as docs/limits.md shows; return its first step and its weights."""
+    """Train a sharded model as in recipes/sharded.md; return its first step and its weights."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -227,7 +227,7 @@ def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:
 
 
 def test_a_sharded_model_can_be_saved_by_hand(tmp_path: Path) -> None:
-    """The recipe of docs/limits.md resumes to the undisturbed weights."""
+    """The recipe of docs/recipes/sharded.md resumes to the undisturbed weights."""
     (undisturbed, _) = run_ranks(save_by_hand, 2, str(tmp_path / "a"), 6)
     run_ranks(save_by_hand, 2, str(tmp_path / "b"), 4)
     (resumed, _) = run_ranks(save_by_hand, 2, str(tmp_path / "b"), 6)
