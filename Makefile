@@ -63,7 +63,7 @@ chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes
 gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped
 	$(PYTEST) tests/gpu $(ARGS)
 
-wheel: $(VENV)/.installed-dev ## install the wheel with the lowest and newest versions, run the README; 20 minutes
+wheel: $(VENV)/.installed-dev ## install the wheel with the lowest and newest versions, run the README, time newcomers
 	PTD_PYTHON=$(PYTHON) $(PYTEST) tests/wheel -s $(ARGS)
 
 bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine

@@ -1,1 +1,1 @@
-"""The wheel with the lowest and the newest versions of what it requires; `make wheel` runs them."""
+"""The wheel: with the lowest and newest versions, and as newcomers use it; `make wheel`."""

@@ -24,7 +24,7 @@ from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
 from tests.workloads import torchrun_script
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 LIMIT_S = 300
 MOST_LINES = {"a first run": 40, "a run": 40, "a script": 40, "a notebook": 30, "a night": 15}
