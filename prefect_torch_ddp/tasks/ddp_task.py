@@ -18,6 +18,7 @@ from prefect.tasks import TaskOptions
 
 from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.sent.modules import let_modules_be_sent
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.option_lines import add_option_lines
@@ -207,6 +208,7 @@ class GangTask(Task[P, R]):
     def _naming_what_cannot_be_sent(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
+        let_modules_be_sent()
         try:
             yield
         except TypeError as error:  # as Dask wraps what pickle raises; it names no argument

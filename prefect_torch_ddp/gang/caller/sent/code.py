@@ -7,6 +7,7 @@ from pathlib import Path
 import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.caller.sent.modules import let_modules_be_sent
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import CodePaths, is_installed, package_folders
@@ -16,6 +17,7 @@ def pickle_call(call: Call) -> bytes:
     """Pickle the call, a script by its whole path; raises InvalidParamsError if that fails."""
     if isinstance(call.fn, str) and call.fn.endswith(".py"):
         call = replace(call, fn=str(Path(call.fn).resolve()))
+    let_modules_be_sent()
     try:
         payload: bytes = cloudpickle.dumps(call)
     except Exception as error:
