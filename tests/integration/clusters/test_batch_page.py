@@ -74,7 +74,7 @@ def test_the_page_of_a_batch_system_as_it_is_typed(
                 if "export " in block:
                     exports = block
         wait_until(lambda: not site.job_ids() and not site.processes(), 2 * HANG_S, "the job's end")
-    assert "#SBATCH --account=project-1" in said["doctor"]
+    assert "#SBATCH -A project-1" in said["doctor"]
     assert "nothing is wrong" in said["doctor"]
     assert "accuracy" in said["train"]
     runs = list_records(DirectoryStorage(tmp_path / "runs"))
