@@ -135,7 +135,8 @@ def test_transfer_learning_from_a_bucket(chain_s3_server: S3Server, tmp_path: Pa
     run_id = list_runs(storage)["run_id"][0]
     assert 100 in [manifest.step for manifest in list_manifests(storage, run_id)]
     command = [sys.executable, write_program(look, tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    how = {"timeout": COMMAND_S, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, check=True, **how)
     said = done.stdout
     assert re.search(r"^\{1: \d\.\d+, 2: .*51: \d\.\d+\}$", said, re.MULTILINE), said
     assert re.search(r"^[01] +102 ", said, re.MULTILINE), said

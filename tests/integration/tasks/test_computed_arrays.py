@@ -7,7 +7,6 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
-from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array
@@ -30,20 +29,6 @@ def lazy(collection) -> LazyDataset:
     """Return a collection as a rank sends it."""
     kind = f"{type(collection).__module__}.{type(collection).__name__}"
     return LazyDataset(kind, "arrays", cloudpickle.dumps(collection))
-
-
-@pytest.fixture
-def client(dask_cluster):
-    """Give a client that the test closes: a flow refuses to start while another one is open."""
-    with Client(dask_cluster) as client:
-        yield client
-
-
-@pytest.fixture(params=["directory", "s3"])
-def storage(request, s3_server, tmp_path, monkeypatch):
-    """Give an empty storage of each kind, and caches of this test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return DirectoryStorage(tmp_path) if request.param == "directory" else s3_server.storage()
 
 
 def check_dataset(storage, num_files: int) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import cloudpickle
 import dask.dataframe as dd
 import pytest
-from distributed import Client
 
 from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
 from prefect_torch_ddp.data import table
@@ -39,20 +38,6 @@ def rows_of(storage, dataset_id: str) -> list[int]:
 
 
 EXPECTED = [n for n in range(600) if not 200 <= n < 300]
-
-
-@pytest.fixture
-def client(dask_cluster):
-    """Give a client that the test closes: a flow refuses to start while another one is open."""
-    with Client(dask_cluster) as client:
-        yield client
-
-
-@pytest.fixture(params=["directory", "s3"])
-def storage(request, s3_server, tmp_path, monkeypatch):
-    """Give an empty storage of each kind, and caches of this test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return DirectoryStorage(tmp_path) if request.param == "directory" else s3_server.storage()
 
 
 def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
