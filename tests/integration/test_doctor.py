@@ -35,6 +35,7 @@ def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.extended
 def test_nothing_is_wrong(tmp_path: Path) -> None:
     """By default the doctor starts a local cluster, tries a gang and the storage, and cleans up."""
     done = doctor("--storage", str(tmp_path / "store"))
@@ -104,6 +105,7 @@ def test_no_scheduler_no_storage() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extended
 def test_versions_that_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker with another version of the package is named, and a gang refuses it."""
     other = tmp_path / "other" / "prefect_torch_ddp-99.0.dist-info"

@@ -69,6 +69,7 @@ def tls_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeparateCl
             yield cluster
 
 
+@pytest.mark.long
 def test_a_cluster_with_certificates_from_dasks_configuration(
     tls_cluster: SeparateCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def resume(storage: str, cluster: ClusterParams) -> TrainReport:
     return train_flow(params)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("where", ["directory", "bucket"])
 def test_it_is_read_resumed_and_evaluated(
     s3_server: S3Server,

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.attempt_orders import Order
 
 
+@pytest.mark.extended
 def test_in_random_orders(tmp_path: Path) -> None:
     """Two to four attempts lose nothing, however held up; seed 279 lost a checkpoint once."""
     wrong = {

@@ -57,6 +57,7 @@ HELD_UP = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("request_", "text"), HELD_UP.values(), ids=HELD_UP)
 def test_an_attempt_that_was_held_up_changes_nothing(
     tmp_path: Path, undisturbed: tuple[str, str], request_: str, text: str

@@ -92,6 +92,7 @@ def csv_of(folder: Path, run_id: str) -> list[str]:
     return printed.splitlines()[1:]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path) -> None:
     """The terminal shows no frame of Prefect, Dask or this package."""
@@ -105,6 +106,7 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
     assert last.count("\n") <= 12
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path) -> None:
     """A script that calls `train_flow` prints at most 25 lines of a rank's error within torch."""
@@ -177,6 +179,7 @@ def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
     assert runs["world_size"].tolist() == [2]
 
 
+@pytest.mark.long
 def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
     """The server outlives the process that started it, and keeps leases in files."""
     api = f"http://127.0.0.1:{free_port()}/api"

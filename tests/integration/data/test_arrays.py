@@ -57,7 +57,7 @@ def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
     return {"directory": DirectoryStorage(tmp_path / "format_2"), "s3": bucket}
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["directory", "s3"])
 def test_on_arrays_a_killed_training_ends_with_the_undisturbed_weights(
     kind, storages, tmp_path
@@ -87,7 +87,7 @@ def test_a_bucket_gives_the_samples_of_a_folder(storages, s3_server, monkeypatch
         assert walk(samples, BATCH, 2) == walk(samples, BATCH, 1) == expected
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_loader_workers_give_the_same_samples(context, storages, monkeypatch) -> None:
     """Workers may be forked after the rank has read the arrays, or spawned with a pickle."""
     monkeypatch.setattr(array_axes, "PIECE_BYTES", 1)

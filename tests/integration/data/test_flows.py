@@ -39,6 +39,7 @@ def images() -> dict[str, bytes]:
     return made
 
 
+@pytest.mark.long
 def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     s3_server: S3Server, shared: ClusterParams, tmp_path: Path
 ) -> None:

@@ -75,7 +75,7 @@ def test_it_is_torchvisions_image_folder(raw, folder, tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("num_workers", "context"),
-    [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.extended)],
+    [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.long)],
 )
 def test_a_dataloader_gives_each_sample_once_with_its_own_label(raw, num_workers, context):
     """The stock DataLoader and the rank's read ahead in any kind of process."""

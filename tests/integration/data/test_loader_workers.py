@@ -22,6 +22,7 @@ from tests.unit.data.test_shards import Noisy
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
+@pytest.mark.extended
 def test_order_is_the_same_with_worker_processes() -> None:
     """Workers yield the same batches, and forked ones need no pickle and inherit no torch mode."""
     dataset = Numbers(23, transform=lambda i: 10 * i + len(_get_current_function_mode_stack()))

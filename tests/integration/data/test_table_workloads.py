@@ -34,6 +34,7 @@ def trained(workload: str, world_size: int, cluster: ClusterParams, folder: Path
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
     """Each lead time is forecast better than by persistence; the card has mean and std."""

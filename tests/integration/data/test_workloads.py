@@ -66,6 +66,7 @@ def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -
     assert report.evaluation.loss is not None
 
 
+@pytest.mark.long
 def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_path: Path) -> None:
     """vgg11_bn resumes from its checkpoint after a kill, with validation after each epoch."""
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
@@ -93,6 +94,7 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_pat
     ]
 
 
+@pytest.mark.long
 def test_land_use_as_its_page_has_it(shared: ClusterParams, tmp_path: Path) -> None:
     """resnet101 at 64x64 pixels trains by SGD with momentum; each epoch has a checkpoint, and the
     model's card its classes."""
@@ -115,6 +117,7 @@ def test_land_use_as_its_page_has_it(shared: ClusterParams, tmp_path: Path) -> N
     assert json.loads(card["value"]["mean"]) == [0.485, 0.456, 0.406]
 
 
+@pytest.mark.long
 def test_land_use(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
     """21 classes of images on S3 train compiled, in bfloat16 and micro-batches, with a report."""
     how = {"global_batch_size": 28, "micro_batch_size": 7}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,17 @@ def num_started(client: Client) -> int:
     return sum(event["action"] == "add-worker" for _, event in client.get_events("all"))
 
 
+def most_at_once(client: Client) -> int:
+    """Return how many workers the cluster has had at most.
+
+    On a slow machine Dask may end an idle one between two attempts, and start another.
+    """
+    changes = {"add-worker": 1, "remove-worker": -1}
+    events = [changes.get(event["action"], 0) for _, event in client.get_events("all")]
+    return max(accumulate(events))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("threads", [1, 3], ids=["workers-of-1-thread", "workers-of-3-threads"])
 def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) -> None:
     """The cluster starts no more workers than needed, and ends them after the gang."""
@@ -60,6 +72,7 @@ def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) 
         assert num_started(client) == 2
 
 
+@pytest.mark.long
 def test_a_gang_that_finds_all_workers_busy_gets_another(tmp_path: Path) -> None:
     """Another gang keeps the only worker, and the cluster starts one more."""
     one = {"world_size": 1, "workers_timeout_s": HANG_S}
@@ -72,6 +85,7 @@ def test_a_gang_that_finds_all_workers_busy_gets_another(tmp_path: Path) -> None
         assert other.exception(HANG_S)
 
 
+@pytest.mark.long
 def test_a_training_that_may_grow_has_workers_started(tmp_path: Path) -> None:
     """After its first checkpoint the training asks for one more worker and adds it."""
     events: list[GangEvent] = []
@@ -82,7 +96,7 @@ def test_a_training_that_may_grow_has_workers_started(tmp_path: Path) -> None:
         (tmp_path / "marks" / "enough").touch()
         gang.result(HANG_S)
         assert attempts_in(events) == [(1, 1), (2, 2)]
-        assert num_started(client) == 2
+        assert most_at_once(client) == 2
         wait_until(lambda: num_asked(client) == 0)
 
 

@@ -52,6 +52,7 @@ def cancel_agents(client: Client, num_agents: int) -> None:
     client.cancel([Future(key, client) for key in keys[:num_agents]], force=True)
 
 
+@pytest.mark.extended
 def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
     """Cancelling the Dask keys ends all ranks of a plain function, and the next gang works."""
     with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
@@ -100,6 +101,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The signal reaches the whole process group, workers too, and the ranks stop, save and end."""
     pids = tmp_path / "pids"

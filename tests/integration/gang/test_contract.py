@@ -107,6 +107,7 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
         run_gang(dask_client, plain.sum_of_ones, world_size=2, backend="nccl")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("context", "total"), [("fork", 295), ("spawn", 285)])
 def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, total: int) -> None:
     """DataLoader workers run by fork, with a lambda, and by spawn, without a Dask setting."""
@@ -114,6 +115,7 @@ def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, tot
     assert values == [total]
 
 
+@pytest.mark.extended
 def test_text_arrives_whatever_the_workers_encoding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +163,7 @@ def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
     assert len(set(pids)) == 20
 
 
+@pytest.mark.extended
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
     """Six gangs that are submitted at once to 2 workers x 2 threads all end without a deadlock."""
     with own_cluster(2, threads_per_worker=2) as (_, client), ThreadPoolExecutor(6) as pool:

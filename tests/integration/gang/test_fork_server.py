@@ -51,6 +51,7 @@ def look_around() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
     """Forked and executed ranks have the same session, random state, folder and threads."""
     ranks = run_gang(dask_client, look_around, world_size=2, process_group="none")
@@ -85,6 +86,7 @@ def test_a_rank_sees_the_users_current_code(
         assert run_gang(dask_client, "edited_between_gangs:answer", world_size=1) == [answer]
 
 
+@pytest.mark.extended
 def test_a_killed_server_is_replaced(dask_client: Client) -> None:
     """The next gang starts a new fork server after one has died."""
     run_gang(dask_client, plain.sum_of_ones, world_size=2)
@@ -179,7 +181,7 @@ def test_what_a_rank_started_ends_with_its_gang(
     assert not [process for process in below if process.name() == "sleep"]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
     """A gang gets fresh processes if the server is stopped, and exit codes stay visible."""
 
@@ -239,6 +241,7 @@ def test_a_server_that_still_loads_dies_with_its_worker(signals: tuple[int, ...]
     wait_until(lambda: all_gone([server]))
 
 
+@pytest.mark.extended
 def test_a_system_without_pidfd_open_starts_fresh_processes() -> None:
     """On an old kernel or in a sandbox gangs run, fail and end as usual, without forks."""
 

@@ -48,6 +48,7 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
+@pytest.mark.extended
 def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) -> None:
     """The error has rank, host, step, file, line and function of a rank that sleeps."""
     call = {"world_size": 3, "ranks_per_worker": 2, "attempt": 3}
@@ -65,6 +66,7 @@ def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) ->
     assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "says", "options"),
     [
@@ -98,6 +100,7 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
         run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2, progress_timeout_s=3.0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("what", "timeout_s"),
     [

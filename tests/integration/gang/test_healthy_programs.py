@@ -30,6 +30,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     ["sleeping", "computing", "holding the lock", "messages", "barrier"],
@@ -46,6 +47,7 @@ def test_rank_0_works_on_after_the_others_have_returned(
     assert run_gang(client, patient.works_on, args=args, world_size=2) == [how] * 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["sleeping", "in a C function", "messages"])
 def test_rank_0_works_on_after_a_training_that_tracks(
     client: Client, tmp_path: Path, how: str
@@ -56,11 +58,13 @@ def test_rank_0_works_on_after_a_training_that_tracks(
     assert values == [4, 4]
 
 
+@pytest.mark.extended
 def test_a_forked_child_that_leaves_the_function_is_no_rank(client: Client) -> None:
     """The parent's heartbeat stays that of a rank in its function."""
     assert run_gang(client, patient.forks_a_child_that_returns, world_size=1) == ["FUNCTION"]
 
 
+@pytest.mark.extended
 def test_a_rank_at_a_breakpoint_is_left_alone(client: Client, tmp_path: Path) -> None:
     """The peers of a rank at a breakpoint wait in a collective for many times the limit."""
     call = hanging.config_in(tmp_path), patient.breakpoint_in_a_step, (10.0,)
@@ -117,7 +121,7 @@ def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
     assert values == [2, 2]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
     client: Client, tmp_path: Path
 ) -> None:
@@ -130,6 +134,7 @@ def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
     assert caught.value.ranks == (0, 1)
 
 
+@pytest.mark.extended
 def test_who_sleeps_is_blamed_and_not_who_has_sent_more(client: Client, tmp_path: Path) -> None:
     """The sleeping rank is blamed, although torch counts messages as collectives."""
     call = hanging.config_in(tmp_path), patient.messages_to_a_sleeper, ()
@@ -155,6 +160,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asleep_s",
     [pytest.param(9.0, marks=pytest.mark.extended), pytest.param(120.0, marks=pytest.mark.long)],

@@ -128,6 +128,7 @@ def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.long
 def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client) -> None:
     """Two hosts with two workers each use no connection on loopback or mgmt."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"data": 1})

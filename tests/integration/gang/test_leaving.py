@@ -69,6 +69,7 @@ def training(
         yield pool.submit(run_gang, client, RUN_WITH_CONTEXT, **call)
 
 
+@pytest.mark.long
 def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
     """After a worker retires or reaches its lifetime, the ranks save and the gang moves."""
     events: list[GangEvent] = []
@@ -121,6 +122,7 @@ def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Pa
         nanny.wait(HANG_S)
 
 
+@pytest.mark.long
 def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: Path) -> None:
     """The gang shrinks, grows and shrinks without a restart, also by adaptive scaling."""
     events: list[GangEvent] = []

@@ -88,6 +88,7 @@ def run(
     return {rank for rank, _ in values}, {parent for _, parent in values}, said
 
 
+@pytest.mark.extended
 def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) -> None:
     """`warm` loads the library, and only later gangs that name it get it."""
     warm(client, preload=["good"])
@@ -105,6 +106,7 @@ def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) 
     assert said == said_again == said_last == []
 
 
+@pytest.mark.extended
 def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
     client: Client, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
     assert said == [[], [text], []]
 
 
+@pytest.mark.extended
 def test_a_worker_without_rank_0_keeps_no_note(client: Client) -> None:
     """A later gang doesn't repeat the message of an earlier one."""
     cluster: Any = client.cluster
@@ -196,6 +199,7 @@ print(*reads)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("library", SAFE_LIBRARIES)
 def test_safe_libraries_leave_a_fork_server_fit(library: str) -> None:
     """The import of a safe library starts, opens, draws and changes nothing."""

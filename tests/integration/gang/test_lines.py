@@ -37,6 +37,7 @@ def flood(client: Client, attempt_log: CallAttemptLog) -> list[str]:
     return [line for line in by_rank(said) if line.startswith("[rank 1]")]
 
 
+@pytest.mark.extended
 def test_a_flood_is_limited_in_the_log_and_whole_in_the_storage(
     dask_client: Client, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     assert part.read_text().count("\nValueError: a bug\n") == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["auto", "exec"])
 def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str

@@ -13,6 +13,7 @@ from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
 
+@pytest.mark.extended
 def test_lost_worker(tmp_path: Path) -> None:
     """A worker with a rank goes: a loss that names it, no cancel; ranks go, the next gang runs."""
     with own_cluster(2) as (_, client):
@@ -31,6 +32,7 @@ def test_lost_worker(tmp_path: Path) -> None:
                 assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
+@pytest.mark.extended
 def test_a_worker_lost_with_its_values() -> None:
     """A worker killed before its values were fetched is an error, and nothing runs twice."""
     with own_cluster(1) as (_, client):
@@ -40,7 +42,7 @@ def test_a_worker_lost_with_its_values() -> None:
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.usefixtures("short_liveness")
 def test_a_stopped_worker(tmp_path: Path) -> None:
     """After SIGSTOP of a worker the error names it and its silence, and all ranks end."""
@@ -58,6 +60,7 @@ def test_a_stopped_worker(tmp_path: Path) -> None:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
+@pytest.mark.extended
 def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """A stopped nanny is no loss; a killed nanny or scheduler is named, and the ranks end."""
     stop(others.nannies[0])
@@ -74,6 +77,7 @@ def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Pa
             wait_until(lambda: all_gone(ranks))
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
     """A waiting gang is placed again, and runs, after a busy worker was replaced."""
     with own_cluster(3) as (cluster, client), ThreadPoolExecutor(1) as pool:

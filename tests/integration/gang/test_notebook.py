@@ -87,6 +87,7 @@ def test_functions_and_classes_of_a_notebook_run_on_ranks(
     assert failed["stdout"] == "RankFailedError 1 True of the notebook\n"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("prefect_api")
 def test_the_cells_of_the_page_train(tmp_path: Path) -> None:

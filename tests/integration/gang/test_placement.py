@@ -40,6 +40,7 @@ def client() -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.extended
 def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
     """127.0.0.1 and 127.0.0.2 count as two hosts, with the local ranks 0, 1, 0, 1."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"v4": 1})

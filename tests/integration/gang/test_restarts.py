@@ -49,6 +49,7 @@ def kill_when_all_hold(folder: Path, num_ranks: int, victim: Callable[[], int]) 
     os.kill(victim(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     assert all(re.fullmatch(says, getattr(event, "text", "")) for event in said), said
 
 
+@pytest.mark.extended
 def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
         killed.result()
 
 
+@pytest.mark.extended
 def test_a_worker_that_comes_back_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

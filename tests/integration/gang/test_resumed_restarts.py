@@ -41,6 +41,7 @@ def train(
     return run_gang(client, RUN_WITH_CONTEXT, args=arguments, **options)
 
 
+@pytest.mark.long
 def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
     """A gang of one rank adds a worker without a restart, and keeps batches and weights."""
     events: list[GangEvent] = []

@@ -85,6 +85,7 @@ def _fail_and_linger(folder: str) -> None:
     raise ValueError(msg)
 
 
+@pytest.mark.long
 def test_a_rank_that_lingers_and_a_silent_storage_take_no_line_from_the_log(
     dask_client: Client,
     open_s3_server: S3Server,
@@ -111,6 +112,7 @@ def texts(events: list[GangEvent]) -> str:
     return "\n".join(str(getattr(event, "text", "")) for event in events)
 
 
+@pytest.mark.long
 def test_the_error_comes_first(
     dask_client: Client, open_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def servers_of(client: Client) -> list[psutil.Process]:
     return [psutil.Process(pid) for found in client.run(pids).values() for pid in found]
 
 
+@pytest.mark.long
 def test_servers_live_as_long_as_their_workers() -> None:
     """`warm` starts one fork server on each worker, which ends with its worker."""
     with own_cluster(2) as (_, client):
@@ -55,6 +56,7 @@ def test_workers_without_this_package_are_named(tmp_path: Path) -> None:
             run_gang(client, plain.sum_of_ones, world_size=1)
 
 
+@pytest.mark.extended
 def test_an_idle_server_ends_and_the_next_gang_starts_another(tmp_path: Path) -> None:
     """A server that the preload started ends when it is idle, and the next gang starts another."""
     impatient = tmp_path / "impatient.py"

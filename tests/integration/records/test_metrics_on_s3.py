@@ -50,6 +50,7 @@ def steps_and_ranks(frame: Any) -> list[tuple[int, int]]:
     return list(zip(frame["step"], frame["rank"], strict=True))
 
 
+@pytest.mark.extended
 def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     chain_s3_server: S3Server, dask_client: Client
 ) -> None:
@@ -80,6 +81,7 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     assert num_parts <= 2 * (num_checkpoints + 2 + math.log2(duration_s + 1) + duration_s / 30)
 
 
+@pytest.mark.extended
 def test_killed_ranks_take_no_record_and_no_file_along(
     s3_server: S3Server, dask_client: Client
 ) -> None:

@@ -68,7 +68,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(about.parent)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.usefixtures("installed", "prefect_api")
 def test_a_whole_flow_on_a_third_storage(port: int, dask_cluster: LocalCluster) -> None:
     """A flow prepares, trains over a kill, evaluates and publishes in a server's memory."""

@@ -241,6 +241,7 @@ def _read_right(storage, parts, contents, seed, num_generations=0):
         in_processes([(_read_right, *again)])
 
 
+@pytest.mark.extended
 def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
     """Parent and forked children that read at the same time get no wrong byte and don't hang."""
     storage = open_s3_server.storage()

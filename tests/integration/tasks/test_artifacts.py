@@ -96,6 +96,7 @@ def run_in_a_task(do: Callable[[Any], object], **options: Any) -> tuple[Any, Any
     return run()
 
 
+@pytest.mark.long
 def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
     """Progress bar and page show all attempts over a retry and a restart, and many updates
     are one write."""

@@ -29,6 +29,7 @@ STEP_400 = "no-such-run/checkpoints/step-00000400"
 WAY_OUT = "names no run; write a run's id, or <storage>/runs/<run id>"
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("prefect_api")
 @pytest.mark.parametrize(
     ("params", "says"),

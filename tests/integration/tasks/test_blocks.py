@@ -89,6 +89,7 @@ def test_every_kind_of_reference_works(
     check_every_reference(s3_server, "s3", monkeypatch)
 
 
+@pytest.mark.extended
 def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> None:
     """The storage keeps certificates, addressing and anonymous use, and only the name of a
     profile."""
@@ -121,6 +122,7 @@ def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> 
     assert (named.profile, named.access_key_id, named.secret_access_key) == ("training", None, None)
 
 
+@pytest.mark.extended
 def test_blocks_that_cannot_work_say_so(s3_server: S3Server) -> None:
     """Errors for unusable blocks name the reason and show no secret."""
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
@@ -204,7 +206,7 @@ def blocks() -> dict[str, Any]:
     return {f"{block.block_type_name}/{block.name or block.id}": block.id for block in found}
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
     """A second registration updates the same blocks, with new keys and a new folder."""
     _, secret = s3_server.keys["owner"]
@@ -228,7 +230,7 @@ def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
         storage.check_writable()
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "missing"),
     [

@@ -172,7 +172,7 @@ def check_cancelled(folder: Path) -> None:
     assert int(found[1]) in steps_saved(folder, newest_run()[1])
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: ClusterParams) -> None:
     """The shared cluster survives, and the next run on it works."""
     with flow_process(tmp_path, params_of(tmp_path, cluster=shared).model_dump_json()) as process:
@@ -289,6 +289,7 @@ def test_while_a_retry_waits(tmp_path: Path, shared: ClusterParams) -> None:
     assert states_passed(flow_run_id) == ["AwaitingRetry", "Cancelled"]
 
 
+@pytest.mark.long
 def test_ctrl_c_twice(tmp_path: Path) -> None:
     """A second Ctrl-C doesn't wait for a rank that uses up its grace."""
     params = params_of(tmp_path, stop_grace_s=250.0, progress_timeout_s=None)

@@ -265,6 +265,7 @@ def test_a_cluster_that_is_emptied_under_a_task_is_a_loss_of_the_task() -> None:
             wait_until(watch.look)
 
 
+@pytest.mark.long
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
     """A run makes a cluster from an import path and arguments, and closes it at the end."""
     import dask
@@ -310,6 +311,7 @@ def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
     assert not any(storage.glob("**/*.json"))
 
 
+@pytest.mark.long
 def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
     """`max_world_size` adds a worker at the next checkpoint, without a restart or a failure."""
     folder = tmp_path / "marks"

@@ -118,6 +118,7 @@ def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
     return [line for line in logs_of(run_id(flow_run_id)) if text in line.message]
 
 
+@pytest.mark.long
 def test_called_and_submitted_on_as_many_workers_as_ranks(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
         train(lr=0.1)
 
 
+@pytest.mark.long
 def test_a_retry_resumes_and_each_training_has_a_page_of_its_own(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -354,6 +356,7 @@ def svg_of(page: str) -> str:
     return base64.b64decode(found[1]).decode()
 
 
+@pytest.mark.extended
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """What was handed over is in the run's results; paths that lead out are refused;
     nothing is lost when the run fails."""
@@ -377,6 +380,7 @@ def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: P
     wait_until(lambda: lines_with(says, seen[0]))
 
 
+@pytest.mark.extended
 def test_cached_results_belong_to_their_own_function(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -474,6 +478,7 @@ for value in (letters, {"x": frozenset(letters)}, torch.ones(2), module, data, n
 """
 
 
+@pytest.mark.extended
 def test_equal_arguments_have_one_digest_in_every_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -544,7 +549,7 @@ def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float
     return float(model.weight.item())
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.parametrize("reference", ["latest", "best"])
 def test_latest_and_best_take_no_run_of_another_flow(
     dask_cluster: LocalCluster, tmp_path: Path, reference: str
@@ -576,6 +581,7 @@ def test_latest_and_best_take_no_run_of_another_flow(
     assert cats_again() == [1.0, 7.0]
 
 
+@pytest.mark.long
 def test_a_new_run_begins_from_another_with_its_ledger(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ run()
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
     """The watch that closes the run also ends the server that the flow had started."""
     own = ("PREFECT_API_URL", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE")

@@ -228,6 +228,7 @@ def test_a_failed_run_is_resumed(
     assert exported.read_bytes() == weights(undisturbed)
 
 
+@pytest.mark.long
 def test_tonight_goes_on_with_yesterday(
     params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:

@@ -156,6 +156,7 @@ def fail_in_step_three(ctx: RankContext, rate: float, data: object) -> None:
             raise ValueError(msg)
 
 
+@pytest.mark.extended
 def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -201,7 +202,7 @@ def fail_once(folder: str) -> int:
     return int(os.environ["RANK"])
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def persisted() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
+@pytest.mark.long
 def test_everything_of_a_run_is_in_the_bucket(
     ceph_server: S3Server,
     shared: ClusterParams,

@@ -41,6 +41,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("script", [str(SCRIPT), MODULE], ids=["a file", "a module"])
 @pytest.mark.parametrize("again", [{"max_restarts": 1}, {"retries": 1}], ids=["restart", "retry"])
 def test_a_killed_script_goes_on_from_its_own_checkpoint(

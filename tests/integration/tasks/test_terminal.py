@@ -69,6 +69,7 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path: Path) -> None:
     """Log lines stay whole above the bar, and Ctrl-C stops the run with a checkpoint."""
@@ -97,7 +98,7 @@ def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path
     assert any("stopped" in line for line in of_train), of_train
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_nothing_configured(script: Path, tmp_path: Path) -> None:
     """Without configuration a run uses an embedded server, a local cluster and local storage."""
     said: list[str] = []
@@ -119,7 +120,7 @@ def test_nothing_configured(script: Path, tmp_path: Path) -> None:
     assert "━" not in "".join(said)
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_ddp_task_has_the_bar_submitted_or_called(
     tmp_path: Path, dask_cluster: LocalCluster
@@ -166,6 +167,7 @@ def when_said(text: str, do: Callable[[], object]) -> Iterator[list[str]]:
         logging.getLogger("prefect.flow_runs").removeHandler(listener)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("prefect_api")
 def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
     """The line names late workers, or the task that keeps a worker busy."""
@@ -204,7 +206,7 @@ nightly()
 """
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_a_notebook_shows_it_in_the_cell(tmp_path: Path, dask_cluster: LocalCluster) -> None:
     """One output changes, is empty at the end, and needs no ipywidgets."""

@@ -34,7 +34,7 @@ from tests.support.runs import (
 DIGITS = "prefect_torch_ddp.examples.digits"
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_digits_are_learnt_twice(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """The second run with the same parameters repeats what the first one learnt."""
@@ -117,6 +117,7 @@ def check_artifacts(report: TrainReport) -> None:
     assert "| F1 since the last run |" in str(page.data)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
 def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """`evaluate_on="best"` publishes the checkpoint with the lowest loss, and all lines are

@@ -71,6 +71,7 @@ def test_trainings_of_one_concurrency_limit_run_one_after_the_other(
         assert both() == [(1, 2), (2, 2)]
 
 
+@pytest.mark.long
 def test_a_task_that_waits_for_its_retry_leaves_its_thread_to_others(tmp_path: Path) -> None:
     """Another training takes all workers while a retry waits for an hour."""
 

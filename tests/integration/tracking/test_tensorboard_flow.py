@@ -15,6 +15,7 @@ from tests.support.waiting import HANG_S
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_a_flow_writes_its_runs(prefect_api: str, tmp_path: Path) -> None:
     """Two runs of a task, in each of which a rank is killed three times, at different steps."""
     store = tmp_path / "store"

@@ -63,6 +63,7 @@ def measure() -> list[Report | str]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_meter_is_exact_however_the_samples_are_shared(world_size: int) -> None:
     """Each rank returns the scores of the whole, or the same error, even if it has no samples."""
