@@ -97,7 +97,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         source, prefix = readable_at(
             uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
         )
-        source.read_many([])  # loads what it needs, which forks then inherit
         self._source, self._prefix = through_cache(source, cache), prefix
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
         super().__init__(where, transform=transform, target_transform=target_transform)
@@ -119,6 +118,8 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         """In this process."""
         self._objects, self._targets = found.objects, found.targets
         self._ahead: ReadAhead[Contents] | None = None
+        # A first read finds out what forked loader workers need too: they inherit it.
+        source.read_many([self._part(0)] if len(self) else [])
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -190,10 +191,11 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return f"{self.root}/{self._objects[index].key}"
 
     def _read(self, indices: Sequence[int]) -> Contents:
-        found = [self._objects[index] for index in indices]
-        return self._source.read_many(
-            [ObjectPart(self._prefix + one.key, one.num_bytes, None, one.etag) for one in found]
-        )
+        return self._source.read_many([self._part(index) for index in indices])
+
+    def _part(self, index: int) -> ObjectPart:
+        found = self._objects[index]
+        return ObjectPart(self._prefix + found.key, found.num_bytes, None, found.etag)
 
     def _sample(self, index: int, data: bytes | StorageError) -> tuple[Any, Any]:
         if isinstance(data, StorageError):

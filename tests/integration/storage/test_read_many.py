@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import botocore.session
 import pytest
 
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
@@ -56,11 +57,20 @@ def test_objects_and_parts_of_them_come_in_order(storage):
 
 
 def test_a_forked_process_parses_no_description_of_a_service(s3_server):
-    """A read of no parts before the fork is enough, as a dataset makes one for its workers."""
+    """One read before the fork is enough, even of no parts; a dataset makes one for its workers."""
     storage = s3_server.storage()
     storage.read_many([])
     (opened,) = in_processes([(opened_by_connect, storage)])
     assert opened == []
+
+
+def test_a_forked_process_needs_no_client_after_one_read(s3_server):
+    """After its parent has read an object, a child reads others by lean GETs alone."""
+    storage = s3_server.storage()
+    parts, contents = fill(storage, 3)
+    assert storage.read_many(parts[:1]) == contents[:1]
+    (read,) = in_processes([(read_without_a_client, storage, parts)])
+    assert read == contents
 
 
 def opened_by_connect(storage):
@@ -69,6 +79,12 @@ def opened_by_connect(storage):
     sys.addaudithook(lambda event, found: event == "open" and opened.append(str(found[0])))
     connect(storage)
     return [name for name in opened if "botocore" in name]
+
+
+def read_without_a_client(storage, parts):
+    """Read them where nothing of botocore's can be made."""
+    del botocore.session.Session.create_client
+    return storage.read_many(parts)
 
 
 def test_a_failure_is_the_value_of_its_part_alone(storage):
