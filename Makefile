@@ -20,7 +20,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train nightly stop test lint docs integration long chaos gpu wheel bench clean system-packages
+.PHONY: help train nightly stop test lint docs integration long programs chaos gpu wheel bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,7 +55,11 @@ integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, b
 	$(PYTEST) tests/integration -m "extended and not long" $(WAITING) $(ARGS)
 
 long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 40 minutes
-	$(PYTEST) tests/integration -m long $(WAITING) $(ARGS)
+	$(PYTEST) tests/integration -m "long and not programs" $(WAITING) $(ARGS)
+
+# Not in CI, which has one test of each of them.
+programs: $(VENV)/.installed-dev system-packages ## run more of them with Accelerate, Lightning, Transformers, MLflow; 10 minutes
+	$(PYTEST) tests/integration -m programs $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
 	$(PYTEST) tests/chaos $(ARGS)

@@ -24,12 +24,17 @@ from tests.support.ranks import config_for
 from tests.workloads import trainers
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+PROGRAMS = pytest.mark.programs
 
 
 @pytest.mark.parametrize(
     ("chosen", "die_at", "last"),
-    [({}, 9, 15), ({"seedable": True}, 9, 15), ({"accumulate": 2}, 5, 9), ({}, 11, 15)],
-    ids=["mid-epoch", "seedable sampler", "accumulation", "first step of an epoch"],
+    [
+        pytest.param({}, 9, 15, id="mid-epoch"),
+        pytest.param({"seedable": True}, 9, 15, id="seedable sampler", marks=PROGRAMS),
+        pytest.param({"accumulate": 2}, 5, 9, id="accumulation", marks=PROGRAMS),
+        pytest.param({}, 11, 15, id="first step of an epoch", marks=PROGRAMS),
+    ],
 )
 def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
     tmp_path: Path,
@@ -73,6 +78,7 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
+@pytest.mark.programs
 def test_what_cant_be_kept_right_is_refused() -> None:
     """The error names it, before the first batch."""
     from accelerate import Accelerator

@@ -51,6 +51,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
     assert left == {"checkpoint-4", "checkpoint-12"}, "the newest one of each attempt"
 
 
+@pytest.mark.programs
 def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     """A Trainer stops after the step of the request, and refuses what it can't keep right."""
     values = train_on(2, config_for(tmp_path, 4), trainers.stopped_transformers, str(tmp_path))

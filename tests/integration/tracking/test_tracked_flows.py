@@ -119,6 +119,7 @@ def test_a_run_of_train_flow_is_in_mlflow_when_the_flow_ends(
     assert f"run {run_id} in mlflow: {server.url}" in said(tmp_path)
 
 
+@pytest.mark.programs
 def test_runs_of_tasks_are_in_mlflow_when_their_flow_fails(
     server: MlflowServer, prefect_api: str, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_runs_of_tasks_are_in_mlflow_when_their_flow_fails(
     assert len(series["loss"]) == newest - 1
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_process_ends_with_a_flow_that_is_stopped(
     server: MlflowServer, prefect_api: str, tmp_path: Path, number: signal.Signals
