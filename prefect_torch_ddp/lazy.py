@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
+from types import FunctionType
 from typing import Any
 
 __version__ = version("prefect-torch-ddp")
 
-
 PARSE_TRIES = 10
+_packages: dict[str, dict[str, str]] = {}
+"""The home modules of names, by the package that exports them."""
 
 
 def parse_python(source: bytes, filename: str = "<unknown>") -> ast.Module:
@@ -35,11 +37,14 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     """Return `__getattr__`, `__dir__` and `__all__` for a package, from its `__init__.pyi`.
 
     The stub is what type checkers read. Each of its lines `from module import name as name` is a
-    public name; the module is imported when the name is first used.
+    public name; the module is imported when the name is first used. `from module import name` is
+    for what `help` of a public name shows, such as a base class: unpickling imports it from here.
     """
     stub = parse_python(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    public = sorted(alias.name for node in imports for alias in node.names if alias.asname)
+    _packages[package] = homes
 
     def getattr_(name: str) -> Any:
         if name not in homes:
@@ -47,10 +52,26 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             raise AttributeError(msg)
         with _collector_paused():
             value = getattr(import_module(homes[name]), name)
+        show_as_public()
         setattr(sys.modules[package], name, value)
         return value
 
-    return getattr_, lambda: sorted(homes), sorted(homes)
+    return getattr_, lambda: public, public
+
+
+def show_as_public() -> None:
+    """Set `__module__` of loaded classes and functions to the package that exports them.
+
+    `help`, tracebacks and pickles then show what a user can import. Flows keep their module, by
+    which Prefect finds the file of a deployment.
+    """
+    for package, homes in list(_packages.items()):
+        for name, home in homes.items():
+            if home in _packages:  # it exports the name itself
+                continue
+            value = getattr(sys.modules.get(home), "__dict__", {}).get(name)
+            if isinstance(value, type | FunctionType) and value.__module__ == home:
+                value.__module__ = package
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class Params(BaseModel):
 
 
 class GangOptions(TypedDict, total=False):
-    """Options of a gang by keyword, as `run_gang` and `ddp_task` take them; see GangParams."""
+    """Options of a gang by keyword, as `run_gang` and `ddp_task` take them and explain them."""
 
     ranks_per_worker: int | None
     backend: Backend

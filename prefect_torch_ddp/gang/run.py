@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import cloudpickle
 from distributed import Client
@@ -27,7 +27,7 @@ from prefect_torch_ddp.protocol.rank import ProcessGroupMode, is_script
 
 def run_gang(  # noqa: PLR0913 - level 1 is one call
     client: Client,
-    fn: Callable[..., Any] | str | Call,
+    fn: Callable[..., Any] | str,
     args: Sequence[Any] | Callable[[int], Sequence[Any]] = (),
     kwargs: Mapping[str, Any] | None = None,
     world_size: int | None = None,
@@ -36,7 +36,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     world_size_divides: int | None = None,
     name: str | None = None,
     attempt: int = 1,
-    attempt_log: AttemptLog | None = None,
+    attempt_log: object | None = None,
     on_event: Callable[[GangEvent], None] | None = None,
     **options: Unpack[GangOptions],
 ) -> list[Any]:
@@ -57,9 +57,9 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
             attempt.
         name: the name shown to gangs that wait for this one.
         attempt: number of the first attempt; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
-        attempt_log: numbers the attempts in place of `attempt`, and keeps failures beyond this
-            call.
-        on_event: called in this thread for every event. By default the ranks' lines are logged.
+        attempt_log: what `gang_report` gives. It numbers the attempts in place of `attempt`, and
+            keeps failures beyond this call.
+        on_event: called in this thread with every event. By default the ranks' lines are logged.
         **options: listed below, with their defaults.
 
     Returns:
@@ -93,12 +93,12 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
                     print(run_gang(Client(cluster), total, world_size=2))  # [1.0, 1.0]
     """
     check_client(client)
-    call = fn if isinstance(fn, Call) else Call(fn)
+    call = fn if isinstance(fn, Call) else Call(fn)  # callers above give one with a RankContext
     check_call(call.fn, () if callable(args) else args, kwargs)
     mode = process_group or ("user" if is_script(call.fn) else "default")
     own = {"process_group": mode, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
-    log = attempt_log or CallAttemptLog(attempt)
+    log = cast("AttemptLog", attempt_log or CallAttemptLog(attempt))
     plan = _plan(call, name or call.name, given, log)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 

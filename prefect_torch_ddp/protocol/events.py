@@ -14,8 +14,18 @@ StoppedBy = Literal["order", "SIGTERM", "peer"]
 NO_RANK = -1
 
 
+class GangEvent:
+    """Something that happened to a gang, as `on_event` of `run_gang` gets it: a frozen dataclass.
+
+    Tell them apart by the name of their class: `LogLine` has `rank`, `level` and `text`, `Progress`
+    has `step` and `epoch`. Others are `Waiting`, `AttemptBegan`, `CheckpointCommitted`,
+    `FunctionEnded`, `RankReturned`, `RankStopped`, `RankStack`, `RankFailure`, `FailureRecord` and
+    `RecordsLeft`. Later versions may add others.
+    """
+
+
 @dataclass(frozen=True)
-class RankFailure:
+class RankFailure(GangEvent):
     """How one rank failed, as a value."""
 
     rank: int
@@ -38,7 +48,7 @@ class RankFailure:
 
 
 @dataclass(frozen=True)
-class FailureRecord:
+class FailureRecord(GangEvent):
     """What is kept of a failed attempt, to tell whether the next one fails in the same way."""
 
     attempt: int
@@ -73,7 +83,7 @@ class Hang:
 
 
 @dataclass(frozen=True)
-class LogLine:
+class LogLine(GangEvent):
     """A line a rank printed, or a record it logged."""
 
     rank: int
@@ -88,7 +98,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(GangEvent):
     """How far rank 0 of a training is."""
 
     step: int
@@ -104,7 +114,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class CheckpointCommitted:
+class CheckpointCommitted(GangEvent):
     """A checkpoint is complete; rank 0 sends it."""
 
     step: int
@@ -119,14 +129,14 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True)
-class FunctionEnded:
+class FunctionEnded(GangEvent):
     """A rank's function ended; its last checkpoint and metrics may still be being written."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class RankReturned:
+class RankReturned(GangEvent):
     """A rank's function returned, and everything that it leaves is written."""
 
     rank: int
@@ -140,7 +150,7 @@ class FailureWritten:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Waiting(GangEvent):
     """A gang waits for its workers; sent about once a second, for displays."""
 
     text: str
@@ -148,7 +158,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class AttemptBegan:
+class AttemptBegan(GangEvent):
     """A gang has its workers and starts its ranks; after a failure it may have another size."""
 
     attempt: int
@@ -158,7 +168,7 @@ class AttemptBegan:
 
 
 @dataclass(frozen=True)
-class RankStack:
+class RankStack(GangEvent):
     """Where a rank is; requested when its gang makes no progress."""
 
     rank: int
@@ -183,7 +193,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class RankStopped:
+class RankStopped(GangEvent):
     """A rank stopped; it comes a second time when rank 0 has written the last checkpoint."""
 
     rank: int
@@ -191,7 +201,7 @@ class RankStopped:
 
 
 @dataclass(frozen=True)
-class RecordsLeft:
+class RecordsLeft(GangEvent):
     """Records of a rank that ended, or was killed, before the storage had them."""
 
     key: str
@@ -200,20 +210,6 @@ class RecordsLeft:
     """Lines of JSON."""
 
 
-GangEvent = (
-    LogLine
-    | Progress
-    | CheckpointCommitted
-    | FunctionEnded
-    | RankReturned
-    | RankFailure
-    | FailureRecord
-    | RankStopped
-    | Waiting
-    | AttemptBegan
-    | RankStack
-    | RecordsLeft
-)
 RankEvent = (
     LogLine
     | Progress

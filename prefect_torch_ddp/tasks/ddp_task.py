@@ -46,7 +46,7 @@ RankFunction = Callable[Concatenate[RankContext, P], R]
 
 
 class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
-    """Options of `ddp_task` by keyword: those of TaskParams, and Prefect's task options."""
+    """Options of `ddp_task` by keyword, which it explains, and Prefect's task options."""
 
     world_size: int | None
     run_key: str | None

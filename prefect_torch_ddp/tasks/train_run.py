@@ -21,8 +21,8 @@ from prefect_torch_ddp.tracking.resume import resume_point
 from prefect_torch_ddp.tracking.trackers.known import check_trackers
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
-RUN_STAGE = Call("prefect_torch_ddp.rank.stages:run_stage", takes_context=True)
-RUN_TASK = Call("prefect_torch_ddp.rank.stages:run_task", takes_context=True)
+RUN_STAGE: Any = Call("prefect_torch_ddp.rank.stages:run_stage", takes_context=True)
+RUN_TASK: Any = Call("prefect_torch_ddp.rank.stages:run_task", takes_context=True)
 
 
 @dataclass(frozen=True)

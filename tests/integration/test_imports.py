@@ -23,6 +23,9 @@ print()
 STEPS = [
     ("import prefect_torch_ddp as ours", HEAVY | {"pydantic", "numpy", "boto3"}),
     ("ours.__version__.split('.')", HEAVY | {"pydantic"}),
+    # A name is unpickled from the package that exports it, or that `help` shows.
+    (r"__import__('pickle').loads(b'cprefect_torch_ddp\nTrainReport\n.')", HEAVY),
+    (r"__import__('pickle').loads(b'cprefect_torch_ddp\nGangParams\n.')", HEAVY),
     ("ours.S3Storage('b', 'p'), ours.DirectoryStorage('p')", HEAVY | {"boto3", "botocore"}),
     (f"[getattr(ours, name) for name in {VALUES.split()}]", HEAVY),
     ("ours.RankContext", HEAVY),

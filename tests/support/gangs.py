@@ -20,7 +20,7 @@ from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing
 
-RUN_WITH_CONTEXT = Call("prefect_torch_ddp.rank.stages:run_with_context", takes_context=True)
+RUN_WITH_CONTEXT: Any = Call("prefect_torch_ddp.rank.stages:run_with_context", takes_context=True)
 
 
 @contextlib.contextmanager

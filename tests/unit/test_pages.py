@@ -179,7 +179,7 @@ def test_all_three_levels_and_a_workload_are_shown() -> None:
 
 def test_pages_are_short_and_links_and_paths_lead_somewhere() -> None:
     """Every file that the README and the documents link to, or name by its path, is there; each
-    page but the table of faults has at most 200 lines."""
+    page but the table of faults has at most 200 lines, without the names that api.md lists."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for path in (*pages, ROOT / "tests/faults.md"):
         text = path.read_text(encoding="utf-8")
@@ -189,7 +189,8 @@ def test_pages_are_short_and_links_and_paths_lead_somewhere() -> None:
         for named in re.findall(r"`([\w/]+/[\w/]+\.(?:py|pyi|yaml|md))`", text):
             found = [folder / named for folder in (ROOT, ROOT / "prefect_torch_ddp")]
             assert any(map(Path.exists, found)), f"{path.name} names {named}"
-        assert path not in pages or text.count("\n") <= 200, path.name
+        num_lines = text.count("\n") - 2 * text.count("\n::: ")
+        assert path not in pages or num_lines <= 200, path.name
 
 
 STORED: dict[str, tuple[Any, ...]] = {

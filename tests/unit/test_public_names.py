@@ -1,13 +1,21 @@
 """Each public name opens, and exactly the intended names are public."""
 
 import ast
+import inspect
+import pickle
+import pydoc
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType
 
+import cloudpickle
 import pytest
 
 import prefect_torch_ddp
-from prefect_torch_ddp import errors
+from prefect_torch_ddp import CheckpointParams, StoredObject, TrainParams, errors
+from prefect_torch_ddp.tracking.digest import value_digest
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = set(prefect_torch_ddp.__all__)
@@ -37,18 +45,111 @@ def test_every_error_that_a_public_docstring_names_is_public() -> None:
     assert ours <= PUBLIC
 
 
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / name for name in ("CONTRIBUTING.md", "deployments/README.md", "tests/README.md")),
+    *ROOT.glob("docs/**/*.md"),
+]
 EXAMPLES = [*ROOT.glob("flows/*.py"), *ROOT.glob("prefect_torch_ddp/examples/*.py")]
+BLOCK = re.compile(r"^( *)```python.*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+OPEN = r"prefect_torch_ddp\.(data|examples(\.\w+)?|integrations\.\w+)"
+"""Modules that a program may import in addition to the package itself."""
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *EXAMPLES], ids=lambda page: page.name)
-def test_examples_import_public_names_alone(page: Path) -> None:
-    """README and examples import only from the package itself, or from its topic `data`."""
-    source = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
-    for block in blocks if page.suffix == ".md" else [source]:
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(DOORS[0]):
-                assert node.module in (*DOORS, "prefect_torch_ddp.examples.options")
+def _blocks(page: Path) -> Iterator[str]:
+    """Yield the Python of a page, without a notebook's own commands."""
+    for indent, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        lines = block.splitlines()[block.startswith("%%") :]
+        yield "\n".join(line.removeprefix(indent) for line in lines)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *EXAMPLES], ids=lambda path: path.name)
+def test_programs_import_only_public_names(path: Path) -> None:
+    """Each block of Python on the pages is whole statements; it and the examples import nothing
+    private."""
+    is_page = path.suffix == ".md"
+    for source in _blocks(path) if is_page else [path.read_text(encoding="utf-8")]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                is_ours = module.partition(".")[0] == DOORS[0]
+                assert not is_ours or module == DOORS[0] or re.fullmatch(OPEN, module), module
+            if isinstance(node, ast.ImportFrom) and node.module in DOORS:
+                public = import_module(str(node.module)).__all__
+                assert {alias.name for alias in node.names} <= set(public)
+
+
+CODE = {
+    f"{door}.{name}": getattr(import_module(door), name)
+    for door in DOORS
+    for name in import_module(door).__all__
+    if name != "__version__"
+}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "prefect_torch_ddp").rglob("*.py")
+}
+SHOWN = {*DOORS, "prefect_torch_ddp.examples", "prefect_torch_ddp.examples.digits"}
+"""Modules that `help` may show: the doors, and the workload that is the default."""
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_help_shows_only_what_can_be_imported(name: str) -> None:
+    """No signature, base class or default in `help(name)` is of a private module. A flow's module
+    is shown: it is the entrypoint of deployments."""
+    shown = pydoc.render_doc(CODE[name], renderer=pydoc.plaintext)
+    allowed = {*SHOWN, CODE[name].__module__} if name.endswith("_flow") else SHOWN
+    for path in re.findall(r"prefect_torch_ddp(?:\.\w+)*", shown):
+        parents = path.split(".")
+        prefixes = {".".join(parents[: i + 1]) for i in range(len(parents))}
+        assert not prefixes & (MODULES - allowed), path
+
+
+@pytest.mark.parametrize("name", [name for name in CODE if not name.endswith("_flow")])
+def test_a_public_name_is_pickled_by_its_package(name: str) -> None:
+    """A pickle names the package, and gives the same object; a function's source is found."""
+    value, (door, _, own) = CODE[name], name.rpartition(".")
+    if (door, own) in {(DOORS[0], each) for each in import_module(DOORS[1]).__all__}:
+        door = DOORS[1]  # both export it
+    assert (value.__module__, value.__qualname__) == (door, own)
+    for module in (pickle, cloudpickle):
+        assert pickle.loads(module.dumps(value)) is value
+    if isinstance(value, FunctionType):
+        assert f"def {own}(" in inspect.getsource(value)
+
+
+def test_parameters_and_results_can_be_derived_and_copied() -> None:
+    """A class that a user derives from a public model is validated, pickled and shown as usual."""
+
+    class OwnParams(TrainParams):
+        """Parameters of a flow."""
+
+        patience: "int | None" = None
+        """Epochs."""
+
+    params = OwnParams(world_size=3, patience=2)
+    assert params.model_copy(update={"patience": 1}).patience == 1
+    assert OwnParams.model_validate_json(params.model_dump_json()) == params
+    assert (
+        OwnParams.model_json_schema()["properties"]["retry_delay_s"]["title"]
+        == (TrainParams.model_json_schema()["properties"]["retry_delay_s"]["title"])
+    )
+    given = TrainParams(checkpoint=CheckpointParams(every_steps=2))
+    assert pickle.loads(pickle.dumps(given)) == given
+
+
+def test_a_digest_does_not_depend_on_which_names_were_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An argument of a public class has one digest, though its class gets its public module only
+    when a public name is first used."""
+    value = StoredObject("a", 1)
+    digest = value_digest(value)
+    monkeypatch.setattr(StoredObject, "__module__", "prefect_torch_ddp.storage.protocol")
+    assert value_digest(value) == digest
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -10,7 +10,6 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Readable
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.data.tables.columns import Value
     from prefect_torch_ddp.data.tables.dataset import Table
 
 SHUFFLE_BUFFER = 131_072
@@ -24,7 +23,7 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     features: Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
     categories: "Mapping[str, Sequence[str]] | Sequence[str]" = (),
-    fill: "Mapping[str, Value] | None" = None,
+    fill: Mapping[str, bool | float | str] | None = None,
     filters: Sequence[Any] | None = None,
     shuffle_buffer: int = SHUFFLE_BUFFER,
     storage: Readable | None = None,
