@@ -34,7 +34,14 @@ LEVELS: Mapping[str, type[Params]] = {
 }
 PARTS: Mapping[str, type[Params]] = {"checkpoint": CheckpointParams, "cluster": ClusterParams}
 """Options that are parameters themselves."""
-SEARCHED = {"faq.md": 2.0, "faults.md": 0.2, "tests.md": 0.2, "changes.md": 0.4}
+SEARCHED = {
+    "faq.md": 2.0,
+    "resume.md": 2.0,
+    "storage.md": 2.0,
+    "changes.md": 0.4,
+    "faults.md": 0.2,
+    "tests.md": 0.2,
+}
 """How much a page counts in the site's search, if not 1: answers before lists of everything."""
 LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?![a-z]+:|#|/)(?P<path>[^)\s#]+)(?P<anchor>#[\w-]+)?\)")
 

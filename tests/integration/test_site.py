@@ -1,0 +1,97 @@
+"""The manual's site in a real browser: its search finds answers, and pages fit on a phone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.support.browser import Page, browser
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(200)]
+
+ROOT = Path(__file__).parents[2]
+IS_LOADED = "document.readyState === 'complete' && !!document.querySelector('h1')"
+PHONE = 400
+ANSWERS = {
+    "cancel a run": "resume.html#cancelling",
+    "continue with a different number of ranks": (
+        "resume.html#continue-on-a-different-number-of-ranks"
+    ),
+    "move a run to another storage": "storage.html#moving-a-run-to-another-storage",
+    "How do I resume last night's run on S3?": "faq.html#how-do-i-resume-last-nights-run-on-s3",
+    "which file do I back up": "faq.html#which-file-do-i-back-up",
+    "early stopping": "recipes/early_stopping.html",
+}
+"""What people type, and the section that answers it: in the first page that is found."""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the site and serve it; return its URL."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    handler = partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """Run a browser for this module."""
+    with browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def test_the_search_finds_the_page_that_answers(page: Page, site: str) -> None:
+    """What people type, in their words, leads to the page that answers it as the first one, and to
+    the section within it."""
+    for words, answer in ANSWERS.items():
+        page.open(f"{site}/index.html", "light")
+        page.wait_for(IS_LOADED)
+        box = "document.querySelector('.md-search__input')"
+        page.evaluate("document.querySelector('[data-md-toggle=search]').checked = true")
+        page.evaluate(f"{box}.focus(); {box}.value = {json.dumps(words)}")
+        page.evaluate(f"{box}.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}))")
+        links = "[...document.querySelectorAll('.md-search-result__link')]"
+        page.wait_for(f"{links}.length > 0")
+        found = page.evaluate(
+            f"{links}.map(a => new URL(a.href)).map(url => url.pathname.slice(1) + url.hash)"
+        )
+        first = answer.partition("#")[0]
+        assert found[0] == first, words
+        in_first = found[: next(i for i, each in enumerate(found) if not each.startswith(first))]
+        assert answer in in_first[:2], (words, in_first)
+
+
+@pytest.mark.parametrize("name", ["index", "storage", "resume", "faq", "options", "api"])
+def test_a_page_fits_on_a_phone(page: Page, site: str, name: str) -> None:
+    """No page is wider than the screen; wide tables scroll by themselves."""
+    page.open(f"{site}/{name}.html", "light", PHONE)
+    page.wait_for(IS_LOADED)
+    assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+
+
+def test_the_first_table_of_storages_is_seen_whole(page: Page, site: str) -> None:
+    """The table by which one chooses a storage needs no scrolling on a phone."""
+    page.open(f"{site}/storage.html", "light", PHONE)
+    page.wait_for(f"{IS_LOADED} && !!document.querySelector('.md-typeset__scrollwrap')")
+    wide = "(each => each.scrollWidth - each.clientWidth)"
+    assert page.evaluate(f"{wide}(document.querySelector('.md-typeset__scrollwrap'))") <= 0
