@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
-_HEAD = struct.Struct("<QI")
-_FOOT = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
 _FILE_VERSION = "brain.Event:2"
 
 
 class EventFile:
-    """An event file to append to; its records are length, checksum, event, checksum."""
+    """An event file to append to; its records are length, checksum, event, checksum.
+
+    TensorBoard's own functions write and check them. They compute the checksums in Python, which
+    takes 5 of the 14 µs of processor time that a metric's value takes in all.
+    """
 
     def __init__(self, path: Path) -> None:
         """Name it; nothing is opened yet.
@@ -42,9 +43,14 @@ class EventFile:
             file.truncate(end)
 
     def append(self, events: Sequence[Any]) -> int:
-        """Append events, so that they outlive this machine; return the file's bytes."""
+        """Append events; return the file's bytes."""
         with self.path.open("ab") as file:
             return _write(file, events)
+
+    def sync(self) -> None:
+        """Have what was appended outlive this machine."""
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def scalar(tag: str, value: float, step: int, time_s: float) -> Any:
@@ -67,6 +73,7 @@ def text(tag: str, markdown: str, time_s: float) -> Any:
     return event
 
 
+@functools.cache
 def _event_class() -> Any:
     from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - optional
 
@@ -74,54 +81,30 @@ def _event_class() -> Any:
 
 
 def _write(file: BinaryIO, events: Sequence[Any]) -> int:
-    data = [event.SerializeToString() for event in events]
-    pairs = zip(data, _crcs(data), strict=True)
-    file.writelines(_head(len(each)) + each + _FOOT.pack(crc) for each, crc in pairs)
-    file.flush()
-    os.fsync(file.fileno())
+    from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - optional
+
+    writer = RecordWriter(file)
+    for event in events:
+        writer.write(event.SerializeToString())
     return file.tell()
 
 
 def _record(file: BinaryIO) -> bytes:
-    """Read the next record's event; nothing if it isn't whole."""
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
+    """Read the next record's event; nothing if it isn't whole.
+
+    TensorBoard's own reader begins at a file's first byte, and doesn't say where a record ends.
+    """
+    if not (length := _checked(file, _LENGTH.size)):
         return b""
-    length, crc = _HEAD.unpack(head)
-    if crc != _crc_of_length(length):
-        return b""
-    data, foot = file.read(length), file.read(_FOOT.size)
-    is_whole = len(data) == length and len(foot) == _FOOT.size
-    return data if is_whole and _FOOT.unpack(foot)[0] == _crcs([data])[0] else b""
+    return _checked(file, *_LENGTH.unpack(length))
 
 
-@functools.cache
-def _head(length: int) -> bytes:
-    return _HEAD.pack(length, _crc_of_length(length))
+def _checked(file: BinaryIO, num_bytes: int) -> bytes:
+    """Read some bytes and their checksum; nothing if they aren't whole."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # noqa: PLC0415 - optional
+        masked_crc32c,
+    )
 
-
-@functools.cache
-def _crc_of_length(length: int) -> int:
-    return int(_crcs([struct.pack("<Q", length)])[0])
-
-
-def _crcs(data: Sequence[bytes]) -> list[int]:
-    """Return the masked CRC-32C of each; TensorBoard's own function takes 20 µs, all at once 1."""
-    found = np.empty(len(data), np.uint32)
-    lengths = np.array([len(each) for each in data])
-    for length in np.unique(lengths):
-        numbers = np.flatnonzero(lengths == length)
-        joined = b"".join(data[number] for number in numbers.tolist())
-        crc = np.full(len(numbers), 0xFFFFFFFF, np.uint32)
-        for column in np.frombuffer(joined, np.uint8).reshape(len(numbers), length).T:
-            crc = _table()[(crc ^ column) & 0xFF] ^ (crc >> 8)
-        crc = ~crc
-        found[numbers] = ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
-    return [int(each) for each in found]
-
-
-@functools.cache
-def _table() -> NDArray[np.uint32]:
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE  # noqa: PLC0415
-
-    return np.array(CRC_TABLE, np.uint32)
+    data, crc = file.read(num_bytes), file.read(_CRC.size)
+    is_whole = len(data) == num_bytes and crc == _CRC.pack(masked_crc32c(data))
+    return data if is_whole else b""

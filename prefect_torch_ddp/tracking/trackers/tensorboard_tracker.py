@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -80,8 +80,8 @@ class TensorboardTracker:
     def send(self, points: Sequence[Point]) -> None:
         """Append points; of several points of a metric at a step, the last; see `Tracker`."""
         newest = {(each.metric, each.step): each for each in points}.values()
-        self._append(
-            [scalar(each.metric, each.value, each.step, each.time_ms / 1000) for each in newest]
+        self._append_scalars(
+            (each.metric, each.value, each.step, each.time_ms / 1000) for each in newest
         )
 
     def describe(self, record: RunRecord) -> None:
@@ -92,12 +92,10 @@ class TensorboardTracker:
             measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
             values = {f"evaluation/{name}": value for name, value in measured.items()}
             there = self._state["last_steps"]
-            self._append(
-                [
-                    scalar(name, value, *at)
-                    for name, value in values.items()
-                    if value is not None and name not in there
-                ]
+            self._append_scalars(
+                (name, value, *at)
+                for name, value in values.items()
+                if value is not None and name not in there
             )
         with self._errors():
             self._write_state()
@@ -120,13 +118,15 @@ class TensorboardTracker:
         self._append([text("parameters", _parameters(record), began_s)])
         self._write_state()
 
+    def _append_scalars(self, values: Iterable[tuple[str, float, int, float]]) -> None:
+        """Append values of metrics: name, value, step and Unix time."""
+        if found := list(values):
+            self._append([scalar(*each) for each in found])
+            self._state["last_steps"] |= {name: step for name, _, step, _ in found}
+
     def _append(self, events: Sequence[Any]) -> None:
-        if events:
-            with self._errors():
-                self._state["num_bytes"] = self._file.append(events)
-            for event in events:
-                for value in event.summary.value:
-                    self._state["last_steps"][value.tag] = event.step
+        with self._errors():
+            self._state["num_bytes"] = self._file.append(events)
 
     def _read_state(self) -> bool:
         """Read what is kept of the folder; tell whether there is anything."""
@@ -144,6 +144,8 @@ class TensorboardTracker:
 
     def _write_state(self, **changes: Any) -> None:
         self._state |= changes
+        # What the state says of the file has to outlive this machine if the state does.
+        self._file.sync()
         path = self._folder / STATE
         new = path.with_suffix(".new")
         with new.open("wb") as file:

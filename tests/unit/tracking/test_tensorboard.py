@@ -185,8 +185,8 @@ def test_the_folder_is_known_before_work_starts(
     assert tensorboard_folder(Shelf()) == tmp_path / "logs"
 
 
-def test_the_checksums_are_those_of_tensorboard(tmp_path: Path) -> None:
-    """Whatever the lengths; and its reader finds nothing wrong."""
+def test_tensorboard_reads_every_record(tmp_path: Path) -> None:
+    """Whatever the lengths, and values that aren't finite; and so does the next sync."""
     file = EventFile(tmp_path / "events.out.tfevents.1")
     file.make(1.0)
     values = [0.0, 1e30, float("inf"), float("-inf"), 0.1]
@@ -195,3 +195,17 @@ def test_the_checksums_are_those_of_tensorboard(tmp_path: Path) -> None:
     assert found == in_float32({"ab" * (i + 1): [(10**i, v)] for i, v in enumerate(values)})
     steps = [("ab" * (i + 1), 10**i) for i in range(5)]
     assert [each for each in file.scalars_after(0) if each[0].startswith("ab")] == steps
+
+
+@pytest.mark.parametrize("offset", [0, 9, 15, -1])
+def test_a_record_that_is_damaged_is_cut_off(tmp_path: Path, offset: int) -> None:
+    """In its length, the length's checksum, its event, or the event's checksum."""
+    file = EventFile(tmp_path / "events.out.tfevents.1")
+    file.make(1.0)
+    whole = file.append([scalar("loss", 0.5, 1, 2.0)])
+    end = file.append([scalar("loss", 0.25, 2, 2.0)])
+    data = bytearray(file.path.read_bytes())
+    data[whole + offset if offset >= 0 else end + offset] ^= 1
+    file.path.write_bytes(data)
+    assert list(file.scalars_after(0)) == [("loss", 1)]
+    assert file.path.stat().st_size == whole
