@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
 from prefect_torch_ddp.server import flow_server
-from prefect_torch_ddp.tasks.cluster import cluster_lives, connect, on_worker, result_of
+from prefect_torch_ddp.tasks.clusters.current import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish

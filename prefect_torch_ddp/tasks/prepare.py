@@ -9,7 +9,7 @@ from prefect.logging import get_run_logger
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size

@@ -14,7 +14,7 @@ from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.storage.protocol import Readable, Storage
-from prefect_torch_ddp.tasks.cluster import with_ranks_placed
+from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
 from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
 from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point

@@ -7,7 +7,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import GangOptions, TrainParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.rank_log import LogFolder
-from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
 from prefect_torch_ddp.tasks.watch.run_log import log_to_run
 

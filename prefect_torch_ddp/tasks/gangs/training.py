@@ -13,8 +13,8 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.cluster import current_client, wait_for_earlier
-from prefect_torch_ddp.tasks.dashboard import dashboard_of
+from prefect_torch_ddp.tasks.clusters.current import current_client, wait_for_earlier
+from prefect_torch_ddp.tasks.clusters.dashboard import dashboard_of
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.train_run import run_id_of

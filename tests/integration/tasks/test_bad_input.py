@@ -18,8 +18,8 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
-from prefect_torch_ddp.tasks.chosen_cluster import point_at_cluster
-from prefect_torch_ddp.tasks.cluster import _runner
+from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
+from prefect_torch_ddp.tasks.clusters.current import _runner
 from tests.support.runs import wait_until_said
 
 NOBODY = "tcp://127.0.0.1:1"

@@ -5,7 +5,7 @@ import urllib.request
 import pytest
 from distributed import Client
 
-from prefect_torch_ddp.tasks.dashboard import dashboard_of
+from prefect_torch_ddp.tasks.clusters.dashboard import dashboard_of
 
 
 @pytest.mark.timeout(120)

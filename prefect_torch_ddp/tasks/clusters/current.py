@@ -36,7 +36,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import allow_slow_start
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.chosen_cluster import point_at_cluster
+from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.frames import quiet_frames

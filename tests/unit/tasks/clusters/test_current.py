@@ -1,0 +1,34 @@
+"""The shape of a run's cluster: how many ranks a Dask worker holds."""
+
+from typing import Any
+
+import pytest
+from prefect.context import FlowRunContext
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
+
+
+@pytest.mark.parametrize(
+    ("given", "runner", "expected"),
+    [
+        ({}, {}, 3),
+        ({"ranks_per_worker": 1}, {}, 1),
+        ({"min_world_size": 1}, {}, 1),
+        ({"cluster": {"cluster_kwargs": {"n_workers": 3}}}, {}, 1),
+        ({"cluster": {"address": "tcp://a:8786"}}, {}, 1),
+        ({"cluster": {"scheduler_file": "a.json"}}, {}, 1),
+        ({"cluster": {"cluster_class": "a.B"}, "ranks_per_worker": 2}, {}, 2),
+        ({}, {"address": "tcp://a:8786"}, 1),
+        ({}, {"cluster_kwargs": {"n_workers": 3}}, 1),
+    ],
+)
+def test_a_cluster_of_a_runs_own_has_one_worker_for_all_ranks(
+    given: dict[str, Any], runner: dict[str, Any], expected: int
+) -> None:
+    """A local cluster has one worker unless parameters or the task runner say otherwise."""
+    context = FlowRunContext.model_construct(task_runner=DaskTaskRunner(**runner))
+    with context:
+        placed = with_ranks_placed(TrainParams(world_size=3, **given))
+    assert placed.ranks_per_worker == expected
