@@ -8,9 +8,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Self
 
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
@@ -27,8 +27,32 @@ CANCELLED_SYNC_S = 5.0
 CLOCKS_DIFFER = timedelta(hours=1)
 """By how much the clocks of the server and of a Dask worker may."""
 
-_fed: set[tuple[str, ...]] = set()
-_feeding = threading.Lock()
+
+class _Feeds:
+    """The feeds that a flow run's stack ends; it has each of them once."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._begun: set[tuple[str, ...]] = set()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, runner: DaskTaskRunner) -> Self:
+        """Return those of the flow run whose task runner it is."""
+        # The stack lives as long as the flow run. Prefect has no public hook; see `watched`.
+        stack = runner._exit_stack  # noqa: SLF001
+        feeds: Self = vars(stack).setdefault(cls.__qualname__, cls(stack))
+        return feeds
+
+    def begin(self, params: ContextParams, storage: Storage, experiment: str) -> None:
+        """Begin to feed these trackers, unless that was begun."""
+        name = (*params.trackers, storage.uri, experiment)
+        with self._lock:
+            if name in self._begun:
+                return
+            self._begun.add(name)
+        self._stack.callback(self._begun.discard, name)
+        self._stack.enter_context(trackers_fed(params, storage, experiment))
 
 
 @contextmanager
@@ -77,15 +101,7 @@ def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: st
         return
     if not isinstance(context.task_runner, DaskTaskRunner):
         return  # the task itself refuses it
-    name = (str(context.flow_run.id), *params.trackers, storage.uri, experiment)
-    with _feeding:
-        if name in _fed:
-            return
-        _fed.add(name)
-    # Prefect has no public hook; see `watched`.
-    stack = context.task_runner._exit_stack  # noqa: SLF001
-    stack.callback(_fed.discard, name)
-    stack.enter_context(trackers_fed(params, storage, experiment))
+    _Feeds.of(context.task_runner).begin(params, storage, experiment)
 
 
 def _start(feed: Feed, answers: Any) -> "subprocess.Popen[bytes]":
