@@ -65,6 +65,8 @@ class RunRecord(Result):
     """A run whose process was killed stays at `training`."""
     cause: str = ""
     """Why it failed or was cancelled, in a line."""
+    is_tried_again: bool = False
+    """Whether Prefect retries the task that failed, so that this isn't the run's end."""
     began: AwareDatetime
     ended: AwareDatetime | None = None
     """When the training ended, over all attempts."""
@@ -134,6 +136,14 @@ class RunRecord(Result):
     def keep(self, unknown: Unknown) -> None:
         """Write that back with this record."""
         self._unknown = unknown
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its training has ended, and its task isn't retried.
+
+        A retry of the whole flow may still continue it. A run whose process was killed isn't over.
+        """
+        return self.state != "training" and not self.is_tried_again
 
     @property
     def key(self) -> str:

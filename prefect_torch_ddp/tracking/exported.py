@@ -1,6 +1,7 @@
 """Writing a run's records into a folder as plain files: JSON lines, CSV and Parquet."""
 
 import importlib.util
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,6 @@ from prefect_torch_ddp.records.metrics import (
 from prefect_torch_ddp.records.run_record import read_record
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.runs import storage_of
-from prefect_torch_ddp.tracking.trackers.history import COMPLETED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,13 +34,16 @@ INTERVAL_S = 2.0
 WRITE_SHARE = 10
 """While it follows, the pauses are so many times as long as a write took."""
 
+logger = logging.getLogger(__name__)
 
-def export_records(
+
+def export_records(  # noqa: PLR0913 - all but where to have defaults
     storage: Storage | str | Path,
     run_id: str,
     folder: str | Path,
     *,
     follow: bool = False,
+    idle_s: float | None = None,
     formats: Sequence[ExportFormat] = ("json", "csv", "parquet"),
 ) -> None:
     """Write a run's metrics into a folder: JSON lines of each rank, and a table as CSV and Parquet.
@@ -54,12 +57,17 @@ def export_records(
         storage: where the run is, as for `read_metrics`.
         run_id: the name of its folder below `runs`.
         folder: where to; it is made if it isn't there.
-        follow: write again whenever there are new records, until the run has completed.
+        follow: write again whenever there are new records, until the run has ended: it has
+            completed, was cancelled, or its task failed and Prefect doesn't retry that task. If the
+            flow is retried or resumed later, call it again.
+        idle_s: with `follow`, end also if there was no new record for so many seconds. A run whose
+            process was killed looks as if it still trained, so it is followed forever if this is
+            None.
         formats: some of "json", "csv", "parquet".
 
     Raises:
-        InvalidParamsError: there is no record of the run, a format is unknown, pandas isn't
-            installed, or pyarrow isn't, which Parquet needs.
+        InvalidParamsError: there is no record of the run, a format is unknown, `idle_s` isn't
+            positive, pandas isn't installed, or pyarrow isn't, which Parquet needs.
         StorageError: the storage can't be read.
         OSError: the folder can't be written.
 
@@ -68,22 +76,29 @@ def export_records(
 
             from prefect_torch_ddp import export_records
 
-            export_records("runs", "calm-otter-6c91e4f2a0b7", "out", follow=True)
+            export_records("runs", "calm-otter-6c91e4f2a0b7", "out", follow=True, idle_s=3600)
     """
     write = _writers(formats)
+    if idle_s is not None and not idle_s > 0:
+        msg = f"idle_s is {idle_s!r}; give a positive number of seconds, or None"
+        raise InvalidParamsError(msg)
     where, out = storage_of(storage), Path(folder)
-    records, num_written = GrowingRecords(where, run_id), -1
+    records, num_written, news_s = GrowingRecords(where, run_id), -1, time.monotonic()
     while True:
         # First: what is reported before this state is read below.
-        is_over = read_record(where, run_id).state == COMPLETED or not follow
+        is_over = read_record(where, run_id).is_over or not follow
         began_s = time.monotonic()
         found = records.read()
         if len(found) != num_written:
             out.mkdir(parents=True, exist_ok=True)
             for each in write:
                 each(surviving_records(found), out)
-            num_written = len(found)
+            num_written, news_s = len(found), time.monotonic()
         if is_over:
+            return
+        if idle_s is not None and time.monotonic() - news_s >= idle_s:
+            words = "run %s has had no new record for %g s and is no longer followed"
+            logger.warning(words, run_id, idle_s)
             return
         time.sleep(max(INTERVAL_S, WRITE_SHARE * (time.monotonic() - began_s)))
 

@@ -107,16 +107,18 @@ class RunRecorder:
         state = "completed" if error is None else "failed"
         state = "cancelled" if isinstance(error, CANCELS) else state
         cause, newest = _cause_of(error), self._newest
+        is_last = error is None or _is_last(error)
         self._close(self._own[-1].attempt if self._own else 0, cause, None)
         self._update(
             state=state,
             cause=cause,
+            is_tried_again=not is_last,
             ended=datetime.now(UTC),
             num_steps=self.record.num_steps or (newest and newest.step),
             num_epochs=self.record.num_epochs or (newest and newest.epoch),
         )
         self._has_news = True
-        self.is_last = error is None or (_is_last(error) and not self._is_superseded)
+        self.is_last = is_last and not self._is_superseded
 
     def flush(self, report: str = "") -> None:
         """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds.

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -82,6 +83,56 @@ def test_files_follow_a_run_that_trains(
     assert seen == [12, 12, 14]
     assert pd.read_csv(tmp_path / "metrics.csv").step.max() == 15
     assert next(events, None) is None
+
+
+def test_a_failure_that_is_tried_again_is_no_end(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files follow a run whose task Prefect retries, until it has failed or was cancelled."""
+
+    def begins() -> None:
+        say(shelf)
+        put(shelf, 3, *steps_of(3, 13, 14))
+
+    states = iter(
+        [
+            lambda: say(shelf, "failed", is_tried_again=True),
+            begins,
+            lambda: say(shelf, "cancelled"),
+        ]
+    )
+    monkeypatch.setattr(exported.time, "sleep", lambda _: next(states)())
+    export_records(shelf, RUN, tmp_path, follow=True, formats=["csv"])
+    assert next(states, None) is None
+    assert pd.read_csv(tmp_path / "metrics.csv").step.max() == 14
+    say(shelf, "failed")
+    export_records(shelf, RUN, tmp_path, follow=True, formats=["csv"])
+
+
+def test_a_run_that_is_silent_is_followed_for_as_long_as_was_asked(
+    shelf: Shelf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its process may have been killed. Each new record starts the time again."""
+    now = 0.0
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 5.0
+        if now == 10.0:
+            put(shelf, 3, *steps_of(3, 13, 14))
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(exported, "time", clock)
+    export_records(shelf, RUN, tmp_path, follow=True, idle_s=20.0, formats=["csv"])
+    assert now == 30.0
+    assert "no new record for 20 s" in caplog.text
+    assert pd.read_csv(tmp_path / "metrics.csv").step.max() == 14
+    for idle_s in (0, -1.0, float("nan")):
+        with pytest.raises(InvalidParamsError, match="give a positive number of seconds"):
+            export_records(shelf, RUN, tmp_path, follow=True, idle_s=idle_s)
 
 
 def test_bad_input_is_refused_before_anything_is_written(
