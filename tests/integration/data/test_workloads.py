@@ -1,6 +1,7 @@
 """The example workloads run end to end on small data in the real formats, from a directory and from
 S3."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -92,6 +93,33 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_pat
     assert sorted(zip(frame["step"], frame["rank"], strict=True)) == [
         (step, rank) for step in range(1, 7) for rank in range(2)
     ]
+
+
+@pytest.mark.long
+def test_cifar10_for_three_epochs_and_three_more(shared: ClusterParams, tmp_path: Path) -> None:
+    """vgg11_bn that is resumed after an epoch has the bits of a run without interruption."""
+    write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
+    options = {"schedule": "constant", "global_batch_size": 15}
+
+    def weights(folder: str, epochs: int, **chosen: str) -> str:
+        report = train_flow(
+            TrainParams(
+                workload="flows.cifar10",
+                storage=str(tmp_path / folder),
+                source=str(tmp_path / "cifar-10-batches-bin"),
+                options={**options, "epochs": epochs},
+                checkpoint=CheckpointParams(every_epochs=1, every_s=None),
+                cluster=shared,
+                **chosen,
+            )
+        )
+        assert report.training.num_epochs == epochs
+        assert report.model_uri is not None
+        return hashlib.sha256(Path(report.model_uri).read_bytes()).hexdigest()
+
+    undisturbed = weights("at once", 6)
+    assert weights("in two", 3) != undisturbed
+    assert weights("in two", 6, resume_from="latest") == undisturbed
 
 
 @pytest.mark.long
