@@ -72,7 +72,8 @@ def standing(view: RunView) -> str:
     training = view.training
     found = "" if view.report is None else _evaluated(view.report.evaluation)
     found = found or text(training.line.removesuffix(f" · {training.status}"))
-    return " · ".join(filter(None, [found, awaited_rank(view.ranks)]))
+    slow = awaited_rank(view.ranks, has_ended=training.status != "training")
+    return " · ".join(filter(None, [found, slow]))
 
 
 def about(view: RunView) -> str:

@@ -44,13 +44,13 @@ class RecentTimes:
         return [line.since(self._older.get(line.rank)) for line in lines]
 
 
-def awaited_rank(lines: Sequence[TimingLine]) -> str:
-    """Name the rank that the others wait for, if that costs them much; else nothing."""
+def awaited_rank(lines: Sequence[TimingLine], *, has_ended: bool = False) -> str:
+    """Name the rank that the others wait or waited for, if that costs them much; else nothing."""
     slowest, cost = waiting_cost(lines)
     if slowest is None or cost < NAMED_FROM:
         return ""
     who = f"rank {slowest.rank} on {text(slowest.host)}"
-    return f"others wait {percent(cost, 0)} of the time for {who}"
+    return f"others {'waited' if has_ended else 'wait'} {percent(cost, 0)} of the time for {who}"
 
 
 def rank_table(lines: Sequence[TimingLine]) -> str:

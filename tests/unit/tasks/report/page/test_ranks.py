@@ -5,6 +5,7 @@ from dataclasses import replace
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import Goodput
 from prefect_torch_ddp.tasks.report.page.ranks import MAX_RANK_ROWS, RecentTimes, rank_table
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.pages import page_of
 
 HOSTILE = "a|b<script>alert(1)</script>[x](http://evil)"
@@ -20,8 +21,11 @@ def times(rank: int, at: int = 100, waits: float = 0.4, **changes) -> TimingLine
 
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:
     """Of equal ranks none is named, nor any after a few steps."""
-    slow = page_of(ranks=[times(0), times(1, waits=0.02), times(2, waits=0.3)])
+    three = [times(0), times(1, waits=0.02), times(2, waits=0.3)]
+    slow = page_of(ranks=three)
     assert slow.splitlines()[2].endswith("others wait 33 % of the time for rank 1 on node-0")
+    ended = page_of(TrainingProgress(3, status="failed"), ranks=three)
+    assert "others waited 33 % of the time for rank 1 on node-0" in ended
     assert "| 0 | node-0 | cpu | 8 | 10 % | 50 % | 40 % | 0 % | 812 MB |" in slow
     assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.35)])
     for short in ({"num_steps": 4}, {"seconds": {"step": 1.9, "waiting": 0.1}}):
