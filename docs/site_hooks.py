@@ -34,15 +34,18 @@ LEVELS: Mapping[str, type[Params]] = {
 }
 PARTS: Mapping[str, type[Params]] = {"checkpoint": CheckpointParams, "cluster": ClusterParams}
 """Options that are parameters themselves."""
+ANSWERS = ("faq.md", "resume.md", "storage.md")
+INTERNALS = (
+    *("architecture.md", "gang.md", "watches.md", "checkpoints.md", "order.md", "prefect.md"),
+    *("measurements.md", "formats.md", "networks.md", "contributing.md", "api.md"),
+)
+LISTS = ("faults.md", "tests.md", "changes.md")
 SEARCHED = {
-    "faq.md": 2.0,
-    "resume.md": 2.0,
-    "storage.md": 2.0,
-    "changes.md": 0.4,
-    "faults.md": 0.2,
-    "tests.md": 0.2,
+    **dict.fromkeys(ANSWERS, 2.0),
+    **dict.fromkeys(INTERNALS, 0.5),
+    **dict.fromkeys(LISTS, 0.2),
 }
-"""How much a page counts in the site's search, if not 1: answers before lists of everything."""
+"""How much a page counts in the site's search, if not 1: answers before how it is made."""
 LINK = re.compile(r"\[(?P<text>[^][]*)\]\((?![a-z]+:|#|/)(?P<path>[^)\s#]+)(?P<anchor>#[\w-]+)?\)")
 
 OPTIONS = """---

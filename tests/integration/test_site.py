@@ -27,7 +27,17 @@ ANSWERS = {
     "move a run to another storage": "storage.html#moving-a-run-to-another-storage",
     "How do I resume last night's run on S3?": "faq.html#how-do-i-resume-last-nights-run-on-s3",
     "which file do I back up": "faq.html#which-file-do-i-back-up",
+    "what is a gang": "faq.html#what-is-a-gang-an-attempt-an-agent",
+    "run_gang": "api.html#prefect_torch_ddp.run_gang",
+    "how often is a checkpoint written": (
+        "faq.html#how-often-is-a-checkpoint-written-and-how-do-i-change-that"
+    ),
+    "wandb": "trackers.html#limits",
     "early stopping": "recipes/early_stopping.html",
+    "use 4 GPUs on one machine": "faq.html#how-do-i-use-4-gpus-on-one-machine",
+    "breakpoint in a rank": "faq.html#how-do-i-set-a-breakpoint-in-a-rank",
+    "loss of each epoch in pandas": "faq.html#how-do-i-read-the-loss-of-each-epoch-in-pandas",
+    "train every night": "faq.html#how-do-i-train-every-night-on-a-schedule",
 }
 """What people type, and the section that answers it: in the first page that is found."""
 
