@@ -34,7 +34,9 @@ ANSWERS = {
     ),
     "wandb": "trackers.html#limits",
     "early stopping": "recipes/early_stopping.html",
-    "use 4 GPUs on one machine": "faq.html#how-do-i-use-4-gpus-on-one-machine",
+    "use 4 GPUs on one machine": (
+        "faq.html#how-do-i-use-4-gpus-on-one-machine-or-8-on-each-of-two-machines"
+    ),
     "breakpoint in a rank": "faq.html#how-do-i-set-a-breakpoint-in-a-rank",
     "loss of each epoch in pandas": "faq.html#how-do-i-read-the-loss-of-each-epoch-in-pandas",
     "train every night": "faq.html#how-do-i-train-every-night-on-a-schedule",
