@@ -1,12 +1,16 @@
 """How long a million points take to reach a tracker, and how soon a tracker has a checkpoint."""
 
+import json
 import statistics
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +20,7 @@ from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.run_record import RunRecord, write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
+from prefect_torch_ddp.tracking.trackers.sync import Synced
 from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
 from tests.benchmarks.beside import rounds, show
 from tests.support.mlflow_server import MlflowServer, mlflow_in
@@ -74,15 +79,29 @@ def test_a_million_points(server: MlflowServer, tmp_path: Path) -> None:
     show("a million points to | s | processor time s", rows)
 
 
-def test_lag(tmp_path: Path) -> None:
-    """Print how long after the commit of a checkpoint a tracker has the steps before it."""
-    storage = DirectoryStorage(tmp_path)
-    begin(storage)
-    tracker, over = TensorboardTracker(tmp_path / "logs"), threading.Event()
-    arrived: dict[int, float] = {}
+def test_lag(server: MlflowServer, tmp_path: Path) -> None:
+    """Print how long after the commit of a checkpoint a tracker has the steps before it, in
+    TensorBoard's files and on MLflow's server."""
+    rows = []
+    for follow, num_steps in ((in_tensorboard, 1000), (in_mlflow, 100), (in_mlflow, 1000)):
+        storage = DirectoryStorage(tmp_path / f"{follow.__name__}-{num_steps}")
+        begin(storage)
+        with follow(server, storage) as newest:
+            lags = [_lag(storage, each, num_steps, newest) for each in range(1, 2 * ROUNDS + 1)]
+        name = f"{num_steps * NUM_METRICS:,} values {follow.__name__}"
+        rows.append((name, f"{statistics.median(lags):.1f}", f"{max(lags):.1f}"))
+    show("from a commit to the tracker | median s | worst s", rows)
 
-    def on_synced(synced: object) -> None:
-        arrived[synced.step] = time.time()  # type: ignore[attr-defined]
+
+@contextmanager
+def in_tensorboard(_: MlflowServer, storage: DirectoryStorage) -> Iterator[Callable[[], int]]:
+    """Follow the run in a thread; yield what says which step was written last."""
+    tracker, over = TensorboardTracker(storage.root / "logs"), threading.Event()
+    newest = -1
+
+    def on_synced(synced: Synced) -> None:
+        nonlocal newest
+        newest = synced.step
 
     class Over(Exception):  # noqa: N818 - no error
         pass
@@ -98,20 +117,54 @@ def test_lag(tmp_path: Path) -> None:
     thread = threading.Thread(target=follow)
     thread.start()
     try:
-        lags = [_lag(storage, number, arrived) for number in range(1, 2 * ROUNDS + 1)]
+        yield lambda: newest
     finally:
         over.set()
         thread.join()
-    row = f"{statistics.median(lags):.1f}", f"{max(lags):.1f}"
-    show("from a commit to the tracker | median s | worst s", [("TensorBoard", *row)])
 
 
-def _lag(storage: DirectoryStorage, number: int, arrived: dict[int, float]) -> float:
-    last = 1000 * number
-    report(storage, range(last - 999, last + 1), NUM_METRICS, attempt=1)
+@contextmanager
+def in_mlflow(server: MlflowServer, storage: DirectoryStorage) -> Iterator[Callable[[], int]]:
+    """Follow the run in a process; yield what asks the server for the last step that it has."""
+    command = [str(server.python), "-m", "prefect_torch_ddp", "sync", RUN, "--follow"]
+    command += ["--tracker", "mlflow", "--storage", str(storage.root)]
+    variables = {**server.environment, "MLFLOW_EXPERIMENT_NAME": storage.root.name}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as follower:
+        try:
+            assert follower.stdout is not None
+            follower.stdout.readline()  # what the first sync did
+            named = _asked(server, f"experiments/get-by-name?experiment_name={storage.root.name}")
+            about = {"experiment_ids": [named["experiment"]["experiment_id"]]}
+            (run,) = _asked(server, "runs/search", about)["runs"]
+            asks = f"runs/get?run_id={run['info']['run_id']}"
+
+            def newest() -> int:
+                found = _asked(server, asks)["run"]["data"].get("metrics", [])
+                # The metrics are sent one after another: the last one is this.
+                last = f"metric_{NUM_METRICS - 1}"
+                return max((int(each["step"]) for each in found if each["key"] == last), default=-1)
+
+            yield newest
+        finally:
+            follower.kill()
+
+
+def _asked(server: MlflowServer, path: str, body: object = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/api/2.0/mlflow/{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def _lag(
+    storage: DirectoryStorage, number: int, num_steps: int, newest: Callable[[], int]
+) -> float:
+    last = num_steps * number
+    report(storage, range(last - num_steps + 1, last + 1), NUM_METRICS, attempt=1)
     manifest = Manifest(RUN, last, 1, epoch=1, position={}, world_size=1)
     storage.write(manifest_key(RUN, last, 1), manifest.as_bytes())
     committed = time.time()
-    while last - 1 not in arrived:
-        time.sleep(0.01)
-    return arrived[last - 1] - committed
+    while newest() < last - 1:
+        time.sleep(0.05)
+    return time.time() - committed
