@@ -52,10 +52,11 @@ def main(place: str, run_id: str, least: str) -> None:
             print(num_kills)
             return
         if (pid := os.fork()) == 0:
-            tracker = MlflowTracker()
+            storage = storage_of(place)
+            tracker = MlflowTracker(storage)
             number, is_after = divmod(turn % (2 * NUM_POINTS), 2)
             tracker._client = Struck(tracker._client, 2 + number, is_after=bool(is_after))
-            sync.sync_run(storage_of(place), run_id, tracker)
+            sync.sync_run(storage, run_id, tracker)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if status not in (0, signal.SIGKILL):

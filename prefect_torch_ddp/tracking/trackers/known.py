@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 TRACKERS: Mapping[str, Kind] = {
-    "mlflow": Kind(lambda _: MlflowTracker(), "mlflow", "mlflow-skinny", "trackers"),
+    "mlflow": Kind(MlflowTracker, "mlflow", "mlflow-skinny", "trackers"),
     "tensorboard": Kind(
         lambda storage: TensorboardTracker(tensorboard_folder(storage)),
         "tensorboard",

@@ -1,5 +1,6 @@
 """MLflow as a tracker: one of its runs holds what a run of ours has on record."""
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +13,15 @@ from prefect_torch_ddp.errors import TrackerError
 from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, flat
 from prefect_torch_ddp.storage.formats import DAMAGE
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
+from prefect_torch_ddp.tracking.trackers.mlflow_models import (
+    NAME_VARIABLE,
+    RUN_TAG,
+    RegisteredModels,
+)
 from prefect_torch_ddp.tracking.trackers.tracker import Position
 
-RUN_TAG = "prefect_torch_ddp.run_id"
 REPLACED_TAG = "prefect_torch_ddp.replaced_run_id"
 MARK_TAG = "prefect_torch_ddp.mark"
 STATUS = {
@@ -35,8 +41,13 @@ class MlflowTracker:
 
     name = "MLflow"
 
-    def __init__(self) -> None:
-        """Load MLflow's client; `open_tracker` checks first that it is installed."""
+    def __init__(self, storage: Storage) -> None:
+        """Load MLflow's client; `open_tracker` checks first that it is installed.
+
+        Args:
+            storage: of the runs, whose models are registered if `MLFLOW_REGISTERED_MODEL_NAME` is
+                set.
+        """
         import mlflow  # noqa: PLC0415 - optional and heavy
 
         self._mlflow: Any = mlflow
@@ -44,6 +55,8 @@ class MlflowTracker:
         self._names: dict[str, str] = {}
         """MLflow's names of the metrics, by ours."""
         self._run: Any = None
+        name = os.environ.get(NAME_VARIABLE)
+        self._models = RegisteredModels(mlflow, storage, name) if name else None
 
     @property
     def url(self) -> str:
@@ -104,18 +117,10 @@ class MlflowTracker:
         with self._errors():
             self._put_params(record)
             self._put_evaluation(record)
-            tags, info = _tags(record), self._run.info
-            there = self._run.data.tags
-            for name, value in tags.items():
-                if there.get(name) != value:
-                    self._client.set_tag(info.run_id, name, value)
-            status, ended = STATUS[record.state], record.ended
-            if status == info.status:
-                return
-            if status == "RUNNING" or ended is None:
-                self._client.update_run(info.run_id, status=status)
-            else:
-                self._client.set_terminated(info.run_id, status, _ms(ended))
+            self._put_tags(record)
+            if self._models is not None:
+                self._models.register(record, self._run)
+            self._put_status(record)
 
     def _experiment_id(self, record: RunRecord) -> str:
         # As mlflow.start_run has it: the environment's experiment, else one of our name.
@@ -153,6 +158,21 @@ class MlflowTracker:
         ]
         if metrics:
             self._client.log_batch(self._run.info.run_id, metrics=metrics)
+
+    def _put_tags(self, record: RunRecord) -> None:
+        there = self._run.data.tags
+        for name, value in _tags(record).items():
+            if there.get(name) != value:
+                self._client.set_tag(self._run.info.run_id, name, value)
+
+    def _put_status(self, record: RunRecord) -> None:
+        info, status, ended = self._run.info, STATUS[record.state], record.ended
+        if status == info.status:
+            return
+        if status == "RUNNING" or ended is None:
+            self._client.update_run(info.run_id, status=status)
+        else:
+            self._client.set_terminated(info.run_id, status, _ms(ended))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
