@@ -59,6 +59,17 @@ class Listed(Readable):
             yield ListedObject(item.key, item.num_bytes, nginx_etag(self.folder / item.key))
 
 
+class Served(Listed):
+    """Lists like `Listed`, and reads from the server."""
+
+    def __init__(self, folder: Path, storage: Readable) -> None:
+        super().__init__(folder, storage.uri)
+        self.storage = storage
+
+    def read_many(self, parts: Any) -> Any:
+        return self.storage.read_many(parts)
+
+
 def nginx_etag(path: Path) -> str:
     """Return the ETag that nginx gives a file."""
     found = path.stat()

@@ -2,56 +2,21 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from prefect_torch_ddp.data.arrays.axes import ArrayPiece, Axis, pieces_of
-from prefect_torch_ddp.data.arrays.variables import Array, Found, Variable
+from prefect_torch_ddp.data.arrays.decoded import DecodedSamples
+from prefect_torch_ddp.data.arrays.form import INDEX, ArrayForm
+from prefect_torch_ddp.data.arrays.variables import Array, Found, Variable, has_nan
 from prefect_torch_ddp.data.traits import Trait, spread
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 Nan: TypeAlias = Literal["refuse", "keep"] | float
 """What a NaN becomes."""
-INDEX = "index"
-"""The name of the samples' numbers in a batch."""
-
-
-@dataclass(frozen=True)
-class ArrayForm:
-    """What a batch is: a tensor of the only array, or a dict of tensors; perhaps with numbers."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Of a sample."""
-    is_single: bool
-    is_numbered: bool
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of a sample in memory."""
-        sizes = zip(self.dtypes, self.shapes, strict=True)
-        return sum(np.dtype(dtype).itemsize * prod(shape) for dtype, shape in sizes)
-
-    def new_arrays(self, num_rows: int) -> list[Array]:
-        """Return room for so many samples: an array [samples, ...] for each variable."""
-        like = zip(self.dtypes, self.shapes, strict=True)
-        arrays = [np.empty((num_rows, *shape), dtype) for dtype, shape in like]
-        return [*arrays, np.empty(num_rows, "int64")] if self.is_numbered else arrays
-
-    def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """Return a batch of the samples' tensors; several parts are joined."""
-        joins = len(parts) > 1
-        whole = [torch.cat(each) if joins else each[0] for each in zip(*parts, strict=True)]
-        if self.is_single:
-            return tuple(whole) if self.is_numbered else whole[0]
-        names = (*self.names, INDEX) if self.is_numbered else self.names
-        return dict(zip(names, whole, strict=True))
 
 
 class ArrayPieces:
@@ -122,32 +87,24 @@ class ArrayPieces:
     def __len__(self) -> int:
         return prod(axis.num for axis in self.axes)
 
-    def decode(self, number: int, arrays: Sequence[Array], start: int) -> None:
-        """Read a piece into the arrays of the form, from a sample on.
+    def room_for(self, pieces: Sequence[int]) -> DecodedSamples:
+        """Return what the samples of these pieces are read into."""
+        return DecodedSamples(self.form, self.pieces, pieces, self.decode)
+
+    def decode(self, number: int) -> list[Array]:
+        """Read a piece; return a view of each variable's samples.
+
+        Returns:
+            Arrays [samples along each axis, or 1 if the variable lacks that; ...].
 
         Raises:
             InvalidParamsError: it has a NaN that is refused.
             StorageError: it can't be read.
         """
         piece = self.pieces[number]
-        rows = slice(start, start + piece.num_rows)
-        num_of = tuple(map(len, piece.blocks))
-        for variable, shape, array in zip(
-            self.found.variables, self.form.shapes, arrays, strict=False
-        ):
-            # A view, since rows that follow each other lie side by side.
-            room = array[rows].reshape(num_of + shape)
-            samples = self._samples(variable, piece)
-            if variable.scale is None:
-                room[...] = samples
-            else:
-                np.subtract(samples, variable.scale.mean, out=room, casting="same_kind")
-                room /= variable.scale.std
-        if self.form.is_numbered:
-            arrays[-1][rows] = np.arange(piece.first_id, piece.first_id + piece.num_rows)
+        return [self._samples(variable, piece) for variable in self.found.variables]
 
     def _samples(self, variable: Variable, piece: ArrayPiece) -> Array:
-        """Return a variable's samples [along each axis, or 1 if it lacks that; ...]."""
         blocks = {axis.name: block for axis, block in zip(self.axes, piece.blocks, strict=True)}
         box = tuple(
             self._axis[dim].positions(blocks[dim])
@@ -160,10 +117,11 @@ class ArrayPieces:
         if values.shape != expected:
             msg = f"{self.found.uri}: {variable.name} gave {values.shape}, and not {expected}"
             raise StorageError(msg)
-        samples = self._cut(variable, values)
-        if values.dtype.kind in "fc" and self.nan != "keep" and np.isnan(values).any():
-            samples = self._without_nan(variable, piece, samples)
-        return samples
+        if self.nan != "keep" and has_nan(values):
+            values = self._without_nan(variable, piece, values)
+        samples = self._cut(variable, variable.converted(values))
+        # Between samples that lie far apart there are values that nobody needs.
+        return samples if values.size <= samples.size else np.ascontiguousarray(samples)
 
     def _cut(self, variable: Variable, values: Array) -> Array:
         """Return a view of the samples in a box of a variable."""
@@ -191,12 +149,12 @@ class ArrayPieces:
         lacking = [i for i, axis in enumerate(self.axes) if axis.name not in variable.dims]
         return np.expand_dims(cut, tuple(lacking)) if lacking else cut
 
-    def _without_nan(self, variable: Variable, piece: ArrayPiece, samples: Array) -> Array:
+    def _without_nan(self, variable: Variable, piece: ArrayPiece, values: Array) -> Array:
         if isinstance(self.nan, float | int):
-            return np.where(np.isnan(samples), np.asarray(self.nan, samples.dtype), samples)
-        found = np.argwhere(np.isnan(samples))
+            return np.where(np.isnan(values), np.asarray(self.nan, values.dtype), values)
+        found = np.argwhere(np.isnan(self._cut(variable, values)))
         if not len(found):
-            return samples  # it lies between samples
+            return values  # it lies between samples
         numbers = [block[int(i)] for block, i in zip(piece.blocks, found[0], strict=False)]
         place = ", ".join(
             f"{axis.name} from {axis.start(number)} on"

@@ -125,7 +125,8 @@ class _NpyFile:
         first, last = (self.offset + row_bytes * row for row in (start, stop))
         content = read_range(self.source, self.listed, first, last)
         rows = np.frombuffer(content, self.dtype).reshape(stop - start, *self.shape[1:])
-        return rows[(slice(None), *box[1:])]
+        # A part of the rows, if only that is used, without the rest of them.
+        return np.ascontiguousarray(rows[(slice(None), *box[1:])])
 
 
 def _open_npy(source: Readable, listed: ListedObject, uri: str) -> Found:

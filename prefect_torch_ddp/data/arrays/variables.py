@@ -68,6 +68,15 @@ class Variable:
     scale: Scale | None = None
     """How the values that were read become those of the tensors."""
 
+    def converted(self, values: Array) -> Array:
+        """Return values that were read as those of the tensors; a copy only if they change."""
+        if self.scale is None:
+            return values.astype(self.dtype, copy=False)
+        room = np.empty(values.shape, self.dtype)
+        np.subtract(values, self.scale.mean, out=room, casting="same_kind")
+        room /= self.scale.std
+        return room
+
 
 @dataclass(frozen=True)
 class Found:
@@ -100,6 +109,15 @@ class Found:
     def dims(self) -> tuple[str, ...]:
         """All dimensions, first those of the variable that has the most."""
         return tuple(self.sizes)
+
+
+def has_nan(values: Array) -> bool:
+    """Tell whether there is a NaN."""
+    if values.dtype.kind not in "fc" or not values.size:
+        return False
+    # The smallest value is NaN if one is, and to find it needs no memory for each value.
+    is_quick = values.dtype.kind == "f" and values.dtype.itemsize in {4, 8}
+    return bool(np.isnan(values.min() if is_quick else values).any())
 
 
 def tensor_dtype(name: str, dtype: Any) -> str:

@@ -77,9 +77,3 @@ class Form:
             # Each column is contiguous.
             columns.update(zip(block.columns, tensor.t().contiguous().unbind(), strict=True))
         return {name: columns[name] for name in self.names}
-
-
-def taken(arrays: Sequence[Array], rows: Array) -> list[torch.Tensor]:
-    """Return rows of each block's array, copied: tensors [rows, columns]."""
-    index = torch.from_numpy(rows)
-    return [torch.from_numpy(array).index_select(0, index) for array in arrays]

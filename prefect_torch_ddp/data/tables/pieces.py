@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
+import torch
 
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.tables.columns import Column, nulls_refused
@@ -100,6 +101,10 @@ class TablePieces:
     def __len__(self) -> int:
         return self.pieces[-1].first_id + self.pieces[-1].num_rows
 
+    def room_for(self, pieces: Sequence[int]) -> "DecodedTable":
+        """Return what the rows of these pieces are decoded into."""
+        return DecodedTable(self, pieces)
+
     def decode(self, number: int, arrays: Sequence[Array], start: int) -> None:
         """Decode a piece into the arrays of the form's blocks, beginning at row `start`.
 
@@ -188,6 +193,30 @@ class TablePieces:
             known = chunk.statistics if chunk.is_stats_set else None
             if known is not None and known.has_null_count and known.null_count:
                 raise InvalidParamsError(nulls_refused(name, known.null_count, file.uri))
+
+
+class DecodedTable:
+    """The decoded rows of some pieces, in one array for each block of the form.
+
+    Args:
+        table: the rows.
+        pieces: the numbers of the pieces, in the order of their rows.
+    """
+
+    def __init__(self, table: TablePieces, pieces: Sequence[int]) -> None:
+        ends = list(accumulate((table.pieces[piece].num_rows for piece in pieces), initial=0))
+        self._table = table
+        self._starts = dict(zip(pieces, ends, strict=False))
+        self._arrays = table.form.new_arrays(ends[-1])
+
+    def decode(self, number: int) -> None:
+        """Decode a piece; raises as `TablePieces.decode` does."""
+        self._table.decode(number, self._arrays, self._starts[number])
+
+    def take(self, rows: Array) -> list[torch.Tensor]:
+        """Return rows of each block's array, copied: tensors [rows, columns]."""
+        index = torch.from_numpy(rows)
+        return [torch.from_numpy(array).index_select(0, index) for array in self._arrays]
 
 
 def _leaves(file: TableFile) -> Iterator[Any]:

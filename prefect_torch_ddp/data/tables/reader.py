@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from prefect_torch_ddp.data.fetching import seed_on_cpu
 from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares, mix_seed
-from prefect_torch_ddp.data.tables.form import Array, taken
+from prefect_torch_ddp.data.tables.form import Array
 from prefect_torch_ddp.data.tables.rows import Rows
 from prefect_torch_ddp.data.tables.windows import RowOrder, Window
 from prefect_torch_ddp.data.tagged import Tagged
@@ -26,13 +27,10 @@ _BATCH = 2
 
 
 class DecodedPieces:
-    """Arrays for the rows of a window's pieces, which threads fill in the background."""
+    """The rows of a window's pieces, which threads decode in the background."""
 
     def __init__(self, table: Rows, pieces: Sequence[int]) -> None:
-        sizes = [table.pieces[piece].num_rows for piece in pieces]
-        self._table = table
-        self._starts = {piece: sum(sizes[:i]) for i, piece in enumerate(pieces)}
-        self._arrays: list[Array] = table.form.new_arrays(sum(sizes))
+        self._rows = table.room_for(pieces)
         self._decoded: dict[int, Future[None]] = {}
         self._waiting: deque[int] = deque()
         self._lock = threading.Lock()
@@ -52,12 +50,12 @@ class DecodedPieces:
             self._waiting.clear()
 
     def take(self, pieces: Iterable[int], rows: Array) -> list[torch.Tensor]:
-        """Wait for these pieces; return the rows as a tensor [rows, columns] for each block."""
+        """Wait for these pieces; return the rows: a tensor [rows, ...] for each part of a batch."""
         wanted = list(pieces)
         self.begin(wanted)
         for piece in wanted:
             self._decoded[piece].result()
-        return taken(self._arrays, rows)
+        return self._rows.take(rows)
 
     def _work(self) -> None:
         while True:
@@ -66,7 +64,7 @@ class DecodedPieces:
                     return
                 piece = self._waiting.popleft()
             try:
-                self._table.decode(piece, self._arrays, self._starts[piece])
+                self._rows.decode(piece)
             except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the rows
                 self._decoded[piece].set_exception(error)
             else:
@@ -110,7 +108,7 @@ class TableReader(Dataset[Any]):
         mixed = f", shuffled in windows of {buffer} rows" if shuffle else ""
         self.order = f"{len(table.pieces)} pieces of the layout {table.layout}{mixed}"
         """Describes the order, for comparison with other ranks and with a checkpoint."""
-        self._first_ids = [piece.first_id for piece in table.pieces]
+        self._first_ids = np.array([piece.first_id for piece in table.pieces])
         self._process = os.getpid()
         self._pieces: dict[tuple[int, ...], DecodedPieces] = {}
         self._windows: dict[tuple[int, int], Future[Window]] = {}
@@ -150,10 +148,9 @@ class TableReader(Dataset[Any]):
         window = self._windows[epoch, number].result()
         rows = window.rows[where]
         places = window.pieces_of(rows)
-        pieces = [window.pieces[i] for i in sorted(set(places.tolist()))]
-        ids = rows - window.starts[places]
-        first_ids = [self._first_ids[piece] for piece in window.pieces]
-        found = [first_ids[i] + row for i, row in zip(places.tolist(), ids.tolist(), strict=True)]
+        numbers = np.array(window.pieces)
+        found = (self._first_ids[numbers[places]] + rows - window.starts[places]).tolist()
+        pieces = numbers[np.unique(places)].tolist()
         return found, self._pieces[window.pieces].take(pieces, rows)
 
     def _begin(self, epoch: int, number: int) -> None:

@@ -10,11 +10,7 @@ from prefect_torch_ddp.data.traits import Trait
 
 
 class RowsForm(Protocol):
-    """Where decoded rows lie, and what a batch is made of them."""
-
-    def new_arrays(self, num_rows: int) -> list[np.ndarray[Any, Any]]:
-        """Return room for so many rows: arrays [rows, ...]."""
-        ...
+    """What a batch is made of rows."""
 
     def batch(self, parts: Sequence[Sequence[torch.Tensor]]) -> Any:
         """Return a batch of the rows' tensors, one for each array; several parts are joined."""
@@ -32,6 +28,22 @@ class RowsPiece(Protocol):
     @property
     def first_id(self) -> int:
         """The number of its first row in the dataset."""
+        ...
+
+
+class DecodedRows(Protocol):
+    """The decoded rows of some pieces."""
+
+    def decode(self, number: int) -> None:
+        """Decode one of the pieces; several threads call it, for one piece each."""
+        ...
+
+    def take(self, rows: np.ndarray[Any, Any]) -> list[torch.Tensor]:
+        """Return rows of decoded pieces, copied: a tensor [rows, ...] for each part of a batch.
+
+        Args:
+            rows: counted from the first row of the first piece on; in ascending order.
+        """
         ...
 
 
@@ -62,6 +74,6 @@ class Rows(Protocol):
         """Return the number of rows."""
         ...
 
-    def decode(self, number: int, arrays: Sequence[np.ndarray[Any, Any]], start: int) -> None:
-        """Decode a piece into the form's arrays, from a row on."""
+    def room_for(self, pieces: Sequence[int]) -> DecodedRows:
+        """Return what the rows of these pieces are decoded into, in this order."""
         ...

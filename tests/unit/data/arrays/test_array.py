@@ -129,6 +129,22 @@ def test_a_resume_on_arrays_reads_only_from_its_window_on(tmp_path, monkeypatch)
     assert sorted(read) == [0, 1, 2, 3, 4]
 
 
+def test_windows_that_overlap_hold_each_value_once(tmp_path) -> None:
+    """And samples that lie far apart hold no value between them."""
+    by_xarray(tmp_path / "a.zarr", 3)
+
+    def held(**cut: Any) -> tuple[int, int]:
+        samples = array(tmp_path / "a.zarr", "t2m", select={"lat": slice(70, 50)}, **cut).samples
+        (owner,) = samples.decode(0)
+        while owner.base is not None:
+            owner = owner.base
+        return owner.nbytes, samples.pieces[0].num_rows * samples.form.row_bytes
+
+    a_time = 3 * 6 * 4
+    assert held(window={"time": 3}) == ((4 + 2) * a_time, 4 * 3 * a_time)
+    assert held(stride=3) == (2 * a_time, 2 * a_time)
+
+
 def test_numpy_and_xarray_in_memory_are_arrays_too(tmp_path) -> None:
     """A NumPy array, a file, a DataArray and a plain Zarr array give the same tensors."""
     values = weather()["t2m"].values
