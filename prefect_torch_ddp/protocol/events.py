@@ -30,21 +30,32 @@ class RankFailure(GangEvent):
 
     rank: int
     host: str
+    """Where its Dask worker runs."""
     pid: int
+    """Of its process there; 0 if unknown."""
     kind: Literal["exception", "exit", "signal", "returned", "worker_lost", "start"]
+    """What ended it. `returned`: it had returned while others waited for it; `start`: it could not
+    be started."""
     summary: str
     """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
     is_collateral: bool = False
     """Whether it looks like a consequence: of a connection that a peer closed."""
     traceback_text: str = ""
+    """The formatted traceback of its exception; empty if there is none."""
     exception_type: str = ""
+    """Module and name of the exception's class: `builtins.ValueError`."""
     exception_pickle: bytes | None = None
+    """The exception, if it can be unpickled elsewhere."""
     exit_code: int | None = None
+    """Of its process, if that left by itself."""
     signal: int | None = None
+    """Number of the signal that killed it."""
     stderr_tail: tuple[str, ...] = ()
+    """The last lines that it wrote to stderr."""
     step: int | None = None
     """The optimizer step under way, or the last one; None before the first."""
     retryability: Retryability = "transient"
+    """Whether another attempt may end differently."""
 
 
 @dataclass(frozen=True)
