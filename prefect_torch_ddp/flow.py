@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from uuid import UUID
 
 from prefect import Task, flow
@@ -12,7 +11,6 @@ from prefect.settings import PREFECT_UI_URL
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
 from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
@@ -23,9 +21,8 @@ from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
-from prefect_torch_ddp.tasks.watch.quiet_flow import without_frames
+from prefect_torch_ddp.tasks.watch.quiet_flow import quietly, without_frames
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 
@@ -61,16 +58,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
                 report = train_flow(params)
                 print(report.evaluation.accuracy, report.model_uri)
     """
-    try:
-        return _run(Run.from_params(params))
-    except PrefectTorchDdpError as error:
-        # Its text says what is wrong; Prefect, Dask and this package would add 40 lines of frames.
-        get_run_logger().debug("raised by these calls:", exc_info=error)
-        raise error.with_traceback(None)  # noqa: B904 - it is the same error
-    except (TaskCancelled, *SIGNALS) as cancelled:
-        why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
-        state: Any = flow_cancelled(why)  # Prefect takes a state for what it is
-        return state  # type: ignore[no-any-return]
+    return quietly(lambda: _run(Run.from_params(params)))
 
 
 @without_frames

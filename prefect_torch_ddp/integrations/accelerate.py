@@ -180,5 +180,5 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]
     def tracker(self) -> RankContext:
         return self._ctx
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:  # noqa: ARG002 - theirs
+    def log(self, values: dict[str, Any], step: Any = None, **_: Any) -> None:  # noqa: ARG002
         self._ctx.report(**values)

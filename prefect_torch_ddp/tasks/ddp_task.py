@@ -3,8 +3,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,10 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
-from prefect.futures import PrefectFuture
 from prefect.tasks import TaskOptions
 
 from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.caller.sent.modules import let_modules_be_sent
-from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.params import ContextOptions
@@ -32,13 +28,12 @@ from prefect_torch_ddp.tasks.gangs.task_training import (
     experiment_of_task,
     train,
 )
-from prefect_torch_ddp.tasks.off_thread import off_thread
+from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.tracker_feed import feed_until_flow_ends
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 from prefect_torch_ddp.tracking.digest import value_digest
-from prefect_torch_ddp.tracking.trackers.known import check_trackers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -199,23 +194,9 @@ class GangTask(Task[P, R]):
         storage = absolute_reference(self.params.storage)
         if self.params.trackers:
             place = resolve_storage(storage)
-            check_trackers(self.params.trackers, place)
             experiment = experiment_of_task(self.name, self.params, self.code)
             feed_until_flow_ends(self.params, place, experiment)
         return made.with_params(self.params.model_copy(update={"storage": storage}))
-
-    @contextmanager
-    def _naming_what_cannot_be_sent(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Iterator[None]:
-        let_modules_be_sent()
-        try:
-            yield
-        except TypeError as error:  # as Dask wraps what pickle raises; it names no argument
-            own = {name: kwargs[name] for name in kwargs.keys() - {"wait_for", "return_state"}}
-            if (msg := unsendable(self.fn, args, own, (PrefectFuture,))) is None:
-                raise
-            raise InvalidParamsError(msg) from error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, as any task."""
@@ -223,13 +204,13 @@ class GangTask(Task[P, R]):
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        with off_thread(), self._naming_what_cannot_be_sent(args, kwargs):
+        with submitting(self.fn, args, kwargs):
             made: Any = Task.submit(self._from_here(), *args, **kwargs)
         return watched(made, self.params.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
-        with off_thread(), self._naming_what_cannot_be_sent(args, kwargs):
+        with submitting(self.fn, args, kwargs):
             made: Any = Task.map(self._from_here(), *args, **kwargs)
         made[:] = [watched(each, self.params.stop_grace_s) for each in made]
         return made

@@ -123,6 +123,11 @@ class LiveReport:
         if isinstance(event, AttemptBegan | FailureRecord):
             self._wake.set()
 
+    def link_dashboard(self, url: str) -> None:
+        """Show where the Dask cluster's dashboard is."""
+        with self._lock:
+            self._shown["dashboard"] = url
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

@@ -26,8 +26,6 @@ class TrainingProgress:
     """Why it failed or was cancelled."""
     waiting: str = ""
     """What it waits for before its ranks start."""
-    dashboard: str = ""
-    """The URL of the Dask cluster's dashboard; empty if it has none."""
     newest: Progress | None = None
     checkpoint_every_s: float | None = None
     """How often time makes a checkpoint due; None: never, or none was written yet."""

@@ -1,11 +1,14 @@
 """A flow whose call raises our own errors, and a cancel, without the frames of Prefect."""
 
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.exceptions import CancelledRun
+from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.errors import PrefectTorchDdpError, RankFailedError
+from prefect_torch_ddp.errors import PrefectTorchDdpError, RankFailedError, TaskCancelled
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
 from prefect_torch_ddp.tasks.watch.frames import users_frames
 
 P = ParamSpec("P")
@@ -31,3 +34,20 @@ def without_frames(made: Flow[P, R]) -> Flow[P, R]:
     """
     made.__class__ = _QuietFlow
     return made
+
+
+def quietly(work: Callable[[], R]) -> R:
+    """Do a flow's work in its function; return what it returns, or the state of a cancelled flow.
+
+    Prefect takes a state that a flow returns for what it is.
+    """
+    try:
+        return work()
+    except PrefectTorchDdpError as error:
+        # Its text says what is wrong; Prefect, Dask and this package would add 40 lines of frames.
+        get_run_logger().debug("raised by these calls:", exc_info=error)
+        raise error.with_traceback(None)  # noqa: B904 - it is the same error
+    except (TaskCancelled, *SIGNALS) as cancelled:
+        why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
+        state: Any = flow_cancelled(why)
+        return state  # type: ignore[no-any-return]

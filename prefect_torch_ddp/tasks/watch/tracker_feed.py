@@ -19,6 +19,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.feed import OVER, Feed, Told
+from prefect_torch_ddp.tracking.trackers.known import check_trackers
 
 LAST_SYNC_S = 10.0
 """How long the end of a flow may wait for the last sync."""
@@ -95,7 +96,11 @@ def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: st
     """Have a process feed the trackers, as `trackers_fed` does, until the flow ends.
 
     Further calls in the same flow run, for the same trackers, storage and experiment, do nothing.
+
+    Raises:
+        InvalidParamsError: as `check_trackers`.
     """
+    check_trackers(params.trackers, storage)
     context = FlowRunContext.get()
     if not params.trackers or context is None or context.flow_run is None:
         return

@@ -33,6 +33,8 @@ class RunView:
     training: TrainingProgress
     elapsed_s: float | None = None
     """Since this attempt's task run began."""
+    dashboard: str = ""
+    """The URL of the Dask cluster's; empty if it has none."""
     updated_at: str = ""
     """So that a page that stands still shows since when it does."""
     is_tried_again: bool = False

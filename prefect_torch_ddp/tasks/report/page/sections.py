@@ -110,7 +110,7 @@ def _facts(view: RunView) -> str:
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
         # A run's own cluster ends with the run.
-        "Dask dashboard": web_link(training.dashboard) if training.status == "training" else "",
+        "Dask dashboard": web_link(view.dashboard) if training.status == "training" else "",
     }
     return fact_table(facts)
 

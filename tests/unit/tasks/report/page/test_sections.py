@@ -415,9 +415,10 @@ def test_a_name_that_begins_like_markdown_stays_a_name(start: str) -> None:
 def test_a_running_training_links_to_the_dashboard_of_its_cluster() -> None:
     """A page that has ended doesn't, and an address that is no web address isn't a link."""
     url = "http://10.0.0.1:8787/status"
-    running = TrainingProgress(4, dashboard=url)
-    assert f"| Dask dashboard | [10.0.0.1:8787/status]({url}) |" in page_of(running)
-    assert "Dask dashboard" not in page_of(TrainingProgress(4, dashboard=url, status="failed"))
-    assert "Dask dashboard" not in page_of(TrainingProgress(4))
-    odd = TrainingProgress(4, dashboard="javascript:alert(1)")
-    assert "| Dask dashboard | `javascript:alert(1)` |" in page_of(odd)
+    running = TrainingProgress(4)
+    linked = page_of(running, dashboard=url)
+    assert f"| Dask dashboard | [10.0.0.1:8787/status]({url}) |" in linked
+    assert "Dask dashboard" not in page_of(TrainingProgress(4, status="failed"), dashboard=url)
+    assert "Dask dashboard" not in page_of(running)
+    odd = page_of(running, dashboard="javascript:alert(1)")
+    assert "| Dask dashboard | `javascript:alert(1)` |" in odd
