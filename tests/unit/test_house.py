@@ -1,0 +1,22 @@
+"""The bounds of the house that `tests.yardsticks` prints hold."""
+
+from tests.yardsticks import PACKAGE, ROOT, changing_fields, own_imports
+
+MAX_IMPORTS, MAX_FIELDS = 15, 8
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text("utf-8")
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def test_no_module_imports_more_than_15_of_the_package() -> None:
+    """One that needs more answers more than one question."""
+    counts = {name: own_imports(text) for name, text in TEXTS.items()}
+    assert {name: num for name, num in counts.items() if num > MAX_IMPORTS} == {}
+
+
+def test_no_object_has_more_than_8_fields_that_change() -> None:
+    """One with more has several values in one, or is written from everywhere."""
+    counts = changing_fields(TEXTS.values())
+    assert {name: num for name, num in counts.items() if num > MAX_FIELDS} == {}
