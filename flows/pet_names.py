@@ -111,6 +111,7 @@ def evaluate(ctx: RankContext) -> Report:
         accuracy=scores.accuracy,
         loss=scores.loss,
         metrics={"new_names": len(new)},
+        texts={"New names": ", ".join(new)},
     )
 
 

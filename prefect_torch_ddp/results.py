@@ -103,6 +103,9 @@ class Report(Result):
     """Anything else the workload measured."""
     worst_samples: Annotated[tuple[WorstSample, ...], Field(max_length=MAX_WORST_SAMPLES)] = ()
     """The samples with the highest losses, the worst first."""
+    texts: dict[str, str] = {}
+    """Texts by title for the run's page, such as what a model generated. The page shows 4,000
+    characters of each, and of eight at most."""
 
     @property
     def score(self) -> str:

@@ -75,7 +75,7 @@ def complete_record(
     try:
         record = find_record(storage, run_id, experiment)
         if record is not None:
-            large: dict[str, Any] = {"confusion_matrix": (), "worst_samples": ()}
+            large: dict[str, Any] = {"confusion_matrix": (), "worst_samples": (), "texts": {}}
             found = evaluation.model_copy(update=large)
             changes = {"evaluation": found, "checkpoint": checkpoint}
             record = record.model_copy(update=changes)

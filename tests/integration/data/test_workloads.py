@@ -56,6 +56,8 @@ def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -
     found = {name.casefold() for name in new}
     assert len(new) == len(found) == 50 == report.evaluation.metrics["new_names"]
     assert not found & {name.casefold() for name in names}
+    assert report.evaluation.texts == {"New names": ", ".join(new)}
+    assert f"> {new[0]}, {new[1]}, " in report_of(flow_run_id_of(report.flow_run_url))
     assert report.training.value["num_names"] == 216
     assert report.training.value["num_dropped"] == 3, "two blank lines, and one name again"
     assert report.model_uri is not None

@@ -1,4 +1,4 @@
-"""What an evaluation found, as markdown: its classes, the confusion matrix, the worst samples."""
+"""What an evaluation found, as markdown: its classes, the worst samples, texts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +15,7 @@ from prefect_torch_ddp.tasks.report.page.pictures import (
 MAX_CLASS_ROWS = 200
 MAX_CONFUSIONS = 10
 MAX_GONE = 10
+MAX_TEXTS, MAX_CHARACTERS = 8, 4000
 
 
 def class_table(evaluation: Report, previous: Report | None = None) -> str:
@@ -64,6 +65,25 @@ def worst_samples(evaluation: Report) -> str:
     picture = worst_picture(evaluation.worst_samples)
     above = "The samples with the highest losses, the worst first; under each its true class, and"
     return f"{above} what it was taken for.\n\n{picture}" if picture else ""
+
+
+def texts(evaluation: Report) -> str:
+    """Show the texts that the evaluation returned, each below its title."""
+    shown = [
+        f"**{text(title)}**\n\n{_quoted(words)}"
+        for title, words in list(evaluation.texts.items())[:MAX_TEXTS]
+    ]
+    if num_left_out := len(evaluation.texts) - len(shown):
+        shown.append(f"{num_left_out} more texts are left out.")
+    return "\n\n".join(shown)
+
+
+def _quoted(words: str) -> str:
+    # Two spaces at the end of a line keep its break.
+    lines = [f"> {text(line)}  " for line in words[:MAX_CHARACTERS].splitlines()]
+    if (num_left_out := len(words) - MAX_CHARACTERS) > 0:
+        lines += ["", f"{count(num_left_out)} more characters are left out."]
+    return "\n".join(lines)
 
 
 def _gone(evaluation: Report, before: Mapping[str, object]) -> str:

@@ -22,6 +22,7 @@ from prefect_torch_ddp.tasks.report.page.epochs import epoch_table
 from prefect_torch_ddp.tasks.report.page.evaluation import (
     class_table,
     confusion_table,
+    texts,
     worst_samples,
 )
 from prefect_torch_ddp.tasks.report.page.headline import (
@@ -268,6 +269,7 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
     "Worst samples": _of_report(lambda report: worst_samples(report.evaluation)),
+    "Texts": _of_report(lambda report: texts(report.evaluation)),
     "Model and checkpoints": _models,
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
     "Ranks": lambda view: rank_table(view.ranks),

@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from prefect_torch_ddp.rank.evaluation.classification import classification_report as report
-from prefect_torch_ddp.results import WorstSample
+from prefect_torch_ddp.results import Report, WorstSample
 from prefect_torch_ddp.tasks.report.page.evaluation import (
     class_table,
     confusion_table,
+    texts,
     worst_samples,
 )
 from tests.support.pages import tables
@@ -142,3 +143,18 @@ def test_no_name_puts_a_link_an_image_or_a_script_into_page_or_picture() -> None
         assert "<script" not in plain
         assert "<b>" not in plain
         assert not re.search(r"(?<!\\)\]\(", plain)
+
+
+def test_texts_stand_below_their_titles_bounded_and_safe() -> None:
+    """What a model generated keeps its lines, and nothing in it becomes markup."""
+    found = Report(
+        num_samples=1, texts={"A <b>poem</b>": "one\n# two\n\n<script>", "long": "x" * 4001}
+    )
+    page = texts(found)
+    assert "**A &lt;b&gt;poem&lt;/b&gt;**\n\n> one  \n> " in page
+    assert "<script>" not in page
+    assert "\n# two" not in page
+    assert page.endswith(f"> {'x' * 4000}  \n\n1 more characters are left out.")
+    many = texts(Report(num_samples=1, texts={str(i): "x" for i in range(10)}))
+    assert many.endswith("2 more texts are left out.")
+    assert texts(Report(num_samples=1)) == ""
