@@ -1,42 +1,54 @@
-"""A training on a Parquet table, compared with the same training on tensors in memory."""
+"""A training on a Parquet table, compared with the same training on tensors in memory, and the
+preparation of one, compared with Dask's own. PTD_BENCH_ROWS and PTD_BENCH_ROUNDS make it shorter
+or longer."""
 
+import logging
 import os
 import resource
+import shutil
+import statistics
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import dask.dataframe as dd
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from distributed import Client
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.protocol.prepared import LazyDataset
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from tests.benchmarks.beside import median_and_half, rounds, show
+from tests.benchmarks.image_servers import SECRETS_OF_NOBODY, Served, proxy, run_nginx
+from tests.benchmarks.table_parts import FEATURES, FILE_ROWS, META, NUM_COLUMNS, rows_of
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = rounds(5)
-NUM_COLUMNS, GROUP_ROWS, FILE_ROWS = 64, 16_384, 131_072
+GROUP_ROWS = 16_384
 NUM_ROWS = int(os.environ.get("PTD_BENCH_ROWS", str(2**20)))
 STEPS_A_ROUND = 400
-FEATURES = [f"c{i:02d}" for i in range(NUM_COLUMNS - 1)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give rows of 64 float32 columns, by zstd."""
-    where = tmp_path_factory.mktemp("table")
-    generator = np.random.default_rng(0)
+    where = tmp_path_factory.mktemp("table") / "bucket"
+    where.mkdir()
     for i in range(NUM_ROWS // FILE_ROWS):
-        values = generator.standard_normal((NUM_COLUMNS, FILE_ROWS), dtype=np.float32)
-        rows = pa.table(dict(zip([*FEATURES, "target"], values, strict=True)))
+        rows = pa.Table.from_pandas(rows_of(i), preserve_index=False)
         options: dict[str, Any] = {"row_group_size": GROUP_ROWS, "use_dictionary": False}
         pq.write_table(rows, where / f"{i:04d}.parquet", compression="zstd", **options)
     return where
@@ -49,26 +61,37 @@ def in_memory(folder: Path) -> TensorDataset:
     return TensorDataset(torch.from_numpy(x), torch.from_numpy(read["target"].to_numpy().copy()))
 
 
+def batches_of(dataset: Any, size: int) -> Iterator[Any]:
+    """Yield the batches of epoch after epoch."""
+    loader = RankLoader(dataset, global_batch_size=size, rank=0, world_size=1, seed=1)
+    for epoch in count():
+        for batch, _ in loader.lockstep(epoch):
+            yield batch
+
+
+def by_hand(client: Client, folder: Path, size: int) -> Iterator[Any]:
+    """Yield batches as people write it: a Dask future for each partition, whose rows the rank
+    shuffles."""
+    frame = dd.read_parquet(folder)
+    while True:
+        for number in torch.randperm(frame.npartitions).tolist():
+            part = client.compute(frame.partitions[number]).result()
+            x = torch.from_numpy(part[FEATURES].to_numpy(copy=True))
+            y = torch.from_numpy(part["target"].to_numpy(copy=True))
+            for some in torch.randperm(len(x)).split(size):
+                yield x[some], y[some]
+
+
 class Training:
     """A three-layer perceptron, which makes a number of steps at a time and continues from
     there."""
 
-    def __init__(self, dataset: Any, batch_size: int, hidden: int) -> None:
+    def __init__(self, batches: Iterator[Any], hidden: int) -> None:
         sizes = (NUM_COLUMNS - 1, hidden, hidden, 1)
         layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
         self._model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
-        self._loader = RankLoader(
-            dataset, global_batch_size=batch_size, rank=0, world_size=1, seed=1
-        )
-        self._batches: Any = self._endless()
-
-    def _endless(self) -> Iterator[Any]:
-        epoch = 0
-        while True:
-            for batch, _ in self._loader.lockstep(epoch):
-                yield batch
-            epoch += 1
+        self._batches: Any = batches
 
     def run(self, num_steps: int) -> float:
         """Return the seconds of so many steps."""
@@ -86,30 +109,85 @@ class Training:
         self._batches.close()
 
 
+def turn_about(ways: dict[str, Training], batch_size: int, num_steps: int, head: str) -> None:
+    """Print rows/s of each training, and its ratio to the first one."""
+    for training in ways.values():
+        training.run(20)
+    seen: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            seen[name].append(ways[name].run(num_steps))
+    shown = []
+    for name, seconds in seen.items():
+        ways[name].close()
+        pairs = zip(seconds, seen[next(iter(ways))], strict=True)
+        step_ms = sorted(seconds)[len(seconds) // 2] / num_steps * 1000
+        ratios = median_and_half([theirs / ours for ours, theirs in pairs])
+        shown.append((name, f"{step_ms:.2f}", f"{batch_size / step_ms * 1000:.0f}", *ratios))
+    show(f"{head} | step ms | rows/s | times {next(iter(ways))}'s | half", shown)
+
+
 @pytest.mark.parametrize(("batch_size", "hidden"), [(256, 512), (1024, 512), (1024, 1536)])
 def test_table_beside_tensors_in_memory(folder: Path, batch_size: int, hidden: int) -> None:
     """Print rows/s of both, turn about; a table's ratio to tensors."""
     torch.set_num_threads(1)
     rows = table(folder, features=FEATURES, target="target")
     ways = {
-        "tensors in memory": Training(in_memory(folder), batch_size, hidden),
-        "table": Training(rows, batch_size, hidden),
+        "tensors in memory": Training(batches_of(in_memory(folder), batch_size), hidden),
+        "table": Training(batches_of(rows, batch_size), hidden),
     }
-    for training in ways.values():
-        training.run(20)
+    head = f"batches of {batch_size}, {hidden} hidden"
+    turn_about(ways, batch_size, STEPS_A_ROUND, head)
+
+
+def test_table_in_a_bucket_and_by_hand(folder: Path, client: Client, tmp_path: Path) -> None:
+    """Print rows/s of a table on a disk, in a bucket 20 ms away, and of a Dask future for each
+    partition. A round has the steps of one partition."""
+    torch.set_num_threads(1)
+    size, hidden = 256, 512
+    key, secret = SECRETS_OF_NOBODY
+    with run_nginx(folder, tmp_path) as server, proxy(server.port, 0.02) as url:
+        keys: Any = {"access_key_id": key, "secret_access_key": secret}
+        s3 = S3Storage("bucket", endpoint_url=url, region="us-east-1", **keys)
+        options: Any = {"features": FEATURES, "target": "target"}
+        ways = {
+            "table, directory": batches_of(table(folder, **options), size),
+            "table, S3 +20 ms": batches_of(table(Served(folder, s3), **options), size),
+            "a Dask future per partition": by_hand(client, folder, size),
+        }
+        trainings = {name: Training(batches, hidden) for name, batches in ways.items()}
+        turn_about(trainings, size, FILE_ROWS // size, f"batches of {size}, {hidden} hidden")
+
+
+def test_table_prepared_beside_to_parquet(client: Client, tmp_path: Path) -> None:
+    """Print rows/s of two workers that make and write a table, as `prepare` has it done and by
+    Dask's `to_parquet`, in turn."""
+    frame = dd.from_map(rows_of, range(NUM_ROWS // FILE_ROWS), meta=META)
+    logger, storage = logging.getLogger(__name__), DirectoryStorage(tmp_path / "ours")
+
+    def by_us(number: int) -> None:
+        lazy = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+        publish_computed(client, storage, f"d{number}", lazy, logger)
+
+    def by_dask(number: int) -> None:
+        where = tmp_path / f"theirs{number}"
+        frame.to_parquet(where, compression="zstd", write_index=False)
+
+    ways = {"to_parquet": by_dask, "prepare": by_us}
     seen: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS):
+    for number in range(ROUNDS + 1):
         for name in list(ways)[:: 1 if number % 2 else -1]:
-            seen[name].append(ways[name].run(STEPS_A_ROUND))
-    shown = []
+            began_s = time.perf_counter()
+            ways[name](number)
+            seen[name].append(time.perf_counter() - began_s)
+        shutil.rmtree(tmp_path / f"theirs{number}")
+        shutil.rmtree(tmp_path / "ours")
+    rows = []
     for name, seconds in seen.items():
-        ways[name].close()
-        pairs = zip(seconds, seen["tensors in memory"], strict=True)
-        step_ms = sorted(seconds)[len(seconds) // 2] / STEPS_A_ROUND * 1000
-        ratios = median_and_half([theirs / ours for ours, theirs in pairs])
-        shown.append((name, f"{step_ms:.2f}", f"{batch_size / step_ms * 1000:.0f}", *ratios))
-    head = f"batches of {batch_size}, {hidden} hidden | step ms | rows/s | times tensors' | half"
-    show(head, shown)
+        ratios = [its / own for own, its in zip(seconds[1:], seen["to_parquet"][1:], strict=True)]
+        pace = NUM_ROWS / statistics.median(seconds[1:])
+        rows.append((name, f"{pace:.0f}", *median_and_half(ratios)))
+    show(f"{NUM_ROWS} rows, two workers | rows/s | times to_parquet's | half", rows)
 
 
 def test_table_first_batch_resume_and_memory(folder: Path) -> None:
