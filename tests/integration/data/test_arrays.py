@@ -13,6 +13,7 @@ from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.killed import check_killed_and_resumed, train_or_die
+from tests.support.ranks import config_for, train_on
 from tests.unit.data.arrays.array_files import walk, weather
 
 pytest.importorskip("zarr")
@@ -69,6 +70,18 @@ def test_on_arrays_a_killed_training_ends_with_the_undisturbed_weights(
     assert str(report).splitlines() == [
         f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in (1, 2)
     ]
+
+
+@pytest.mark.extended
+def test_with_elastic_determinism_the_ranks_of_arrays_may_change(storages, tmp_path) -> None:
+    """Two ranks, killed, and then one rank end with the bits of an undisturbed rank."""
+    elastic = {"determinism": "elastic", "virtual_ranks": 2, "ledger": True}
+    calm = train_on(1, config_for(tmp_path / "calm", **elastic), train, storages["directory"], None)
+    train_on(2, config_for(tmp_path / "runs", **elastic), train, storages["directory"], 5)
+    config = config_for(tmp_path / "runs", **elastic)
+    (ended,) = train_on(1, config, train, storages["directory"], None)
+    assert ended == calm[0]
+    assert read_ledger(DirectoryStorage(tmp_path / "runs"), "run").is_clean
 
 
 def test_a_bucket_gives_the_samples_of_a_folder(storages, s3_server, monkeypatch) -> None:
