@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PRELOAD = __name__
+"""What Dask's preload is called: this module."""
+
 
 def warm(
     client: Client,

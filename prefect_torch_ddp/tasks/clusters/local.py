@@ -16,7 +16,7 @@ import distributed
 from dask.system import CPU_COUNT
 from distributed.deploy.spec import ProcessInterface
 
-from prefect_torch_ddp.gang.warm import warm
+from prefect_torch_ddp.gang.warm import PRELOAD
 from prefect_torch_ddp.gang.worker import nanny
 
 HEARTBEAT_S = 5.0
@@ -129,7 +129,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "threads_per_worker": 1,
         "processes": True,
         "worker_class": NannyProcess,
-        "preload": [warm.__module__],  # torch loads while the worker still connects
+        "preload": [PRELOAD],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
         "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
