@@ -37,7 +37,7 @@ nightly: $(VENV)/.installed ## deploy nightly and the examples, on a local Prefe
 
 # Unit tests run before any cluster's threads are in their process: some compare what a process has
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
-test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 8 minutes
+test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 6 minutes
 	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) tests/integration -m "not (extended or long)" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
@@ -51,10 +51,10 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and t
 docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.html; ARGS=serve shows it while you write
 	$(MKDOCS) $(or $(ARGS),build) --strict
 
-integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, trainers, many kill points; 14 minutes
+integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, trainers, many kill points; 10 minutes
 	$(PYTEST) tests/integration -m "extended and not long" $(WAITING) $(ARGS)
 
-long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 40 minutes
+long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 33 minutes
 	$(PYTEST) tests/integration -m "long and not programs" $(WAITING) $(ARGS)
 
 # Not in CI, which has one test of each of them.
