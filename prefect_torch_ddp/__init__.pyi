@@ -26,8 +26,6 @@ from prefect_torch_ddp.errors import SupersededError as SupersededError
 from prefect_torch_ddp.errors import VersionConflictError as VersionConflictError
 from prefect_torch_ddp.errors import WorkerLostError as WorkerLostError
 from prefect_torch_ddp.errors import _LongError
-
-# Bases and other internal classes that `help` of a public name shows.
 from prefect_torch_ddp.flow import evaluate_flow as evaluate_flow
 from prefect_torch_ddp.flow import train_flow as train_flow
 from prefect_torch_ddp.gang.run import run_gang as run_gang
