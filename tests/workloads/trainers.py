@@ -87,7 +87,7 @@ def transformers(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) ->
         per_device_train_batch_size=4,
         logging_steps=2,
         save_strategy=chosen.get("save_strategy", "no"),
-        use_cpu=True,
+        use_cpu=not chosen.get("cuda"),
         disable_tqdm=True,
         report_to=[],
         seed=7,
@@ -140,7 +140,7 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
     data = torch.utils.data.DataLoader(Texts(), batch_size=4, shuffle=True)
     model = Net()
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if chosen.get("cuda") else "cpu",
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
@@ -169,7 +169,7 @@ def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> s
     set_seed(7)
     config = DataLoaderConfiguration(use_seedable_sampler=chosen.get("seedable", False))
     accelerator = Accelerator(
-        cpu=True,
+        cpu=not chosen.get("cuda"),
         gradient_accumulation_steps=chosen.get("accumulate", 1),
         dataloader_config=config,
     )
