@@ -64,12 +64,21 @@ class _ImportReader:
 
 
 def _is_among_packages(place: str) -> bool:
-    """Whether a module lies in another Python's packages, as of a cluster's environment modules.
+    """Whether a module lies among packages of a cluster's environment modules or `pip --target`.
 
     To read everything that such a package imports takes minutes, and until then the run would have
     no page.
     """
-    return not PACKAGE_FOLDERS.isdisjoint(Path(place).parts)
+    path = Path(place)
+    if not PACKAGE_FOLDERS.isdisjoint(path.parts):
+        return True
+    return any(_holds_packages(folder) for folder in sys.path if path.is_relative_to(folder))
+
+
+@functools.cache
+def _holds_packages(folder: str) -> bool:
+    """Whether packages are installed in a folder of the import path, by their metadata there."""
+    return next(Path(folder).glob("*.dist-info"), None) is not None
 
 
 @functools.lru_cache(maxsize=256)  # an evaluation reads the same modules again

@@ -148,6 +148,9 @@ class LiveReport:
             self._is_over = True
         self._wake.set()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
+            msg = "the run's record and page may lack the end: they weren't written within %.0f s"
+            self._logger.warning(msg, FINISH_TIMEOUT_S)
         lines = self._last_lines() if self._is_end else []
         self._recorder.flush(report=self._kept if self._is_end else "")
         if error is not None and self._recorder.record.state == "failed":

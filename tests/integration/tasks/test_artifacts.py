@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
@@ -26,11 +26,12 @@ from prefect_torch_ddp.protocol.events import (
     FailureRecord,
     Progress,
 )
+from prefect_torch_ddp.records import run_record
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.results import TrainReport
 from prefect_torch_ddp.storage.formats import LEDGER, METRICS
 from prefect_torch_ddp.tasks.publish import publish
-from prefect_torch_ddp.tasks.report import report_file
+from prefect_torch_ddp.tasks.report import live, report_file
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.page.links import runs_key
@@ -43,7 +44,7 @@ from tests.support.pages import RUN, evaluation, report
 from tests.support.records import Shelf, record
 from tests.support.runs import artifacts_of, logs_of, report_of
 from tests.support.s3_server import Fault, Wire, lose_the_answer
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 DIGITS = "prefect_torch_ddp.examples.digits"
 EXPERIMENT = f"train-ddp/{DIGITS}"
@@ -226,6 +227,36 @@ def test_a_report_that_cannot_be_written_costs_one_warning(prefect_api, caplog, 
     assert all(f"report.html: {why}" in message for message in said), said
     assert str(caught.value) == "boom"
     assert not any("report:" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@dataclass(frozen=True)
+class SlowRecords(Shelf):
+    """A storage that doesn't take run records until it is told to."""
+
+    takes: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        if key.startswith(run_record.PREFIX):
+            self.takes.wait(HANG_S)
+        super().write(key, data)
+
+
+def test_an_end_that_is_not_recorded_in_time_is_said(prefect_api, caplog, monkeypatch):
+    """A training doesn't wait for a storage that hangs, and its log names what may lack the end."""
+    monkeypatch.setattr(live, "FINISH_TIMEOUT_S", 0.5)
+    shelf = SlowRecords(records())
+
+    def train(_run: Any) -> str:
+        with live_report(storage=shelf):
+            return "trained"
+
+    with caplog.at_level(logging.WARNING):
+        _, value = run_in_a_task(train)
+    shelf.takes.set()
+    wait_until(lambda: not any(each.name == "live-report" for each in threading.enumerate()))
+    assert value == "trained"
+    said = [each.getMessage() for each in caplog.records if "lack the end" in each.getMessage()]
+    assert len(said) == 1
 
 
 def test_a_failed_run_is_shown_by_its_records(prefect_api):

@@ -7,7 +7,7 @@ import pytest
 from prefect_torch_ddp.tracking.imports import imported_packages
 
 
-@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "target"])
 def test_packages_of_another_prefix_are_named_and_not_read(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -16,6 +16,8 @@ def test_packages_of_another_prefix_are_named_and_not_read(
     for name, imports in (("far", "import further"), ("further", "")):
         (packages / name).mkdir(parents=True)
         (packages / name / "__init__.py").write_text(imports)
+    if folder == "target":  # as `pip install --target` leaves it
+        (packages / "far-1.0.dist-info").mkdir()
     own.mkdir()
     (own / "helping.py").write_text("import far.deep\n")
     source = own / "trains.py"
