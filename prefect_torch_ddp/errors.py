@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Self
 
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 
@@ -31,6 +32,7 @@ def _unpickle(cause: bytes) -> BaseException | None:
     return error
 
 
+@exported_by("prefect_torch_ddp")
 class PrefectTorchDdpError(Exception):
     """Base of the package's errors. Survives pickling with fields, notes and `__cause__`."""
 
@@ -43,6 +45,7 @@ class PrefectTorchDdpError(Exception):
         return _rebuild, (type(self), self.args, cause, tuple(getattr(self, "__notes__", ())))
 
 
+@exported_by("prefect_torch_ddp")
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
     """A given value is invalid. Raised before any work starts.
 
@@ -50,26 +53,32 @@ class InvalidParamsError(PrefectTorchDdpError, ValueError):
     """
 
 
+@exported_by("prefect_torch_ddp")
 class NoImagesError(InvalidParamsError, FileNotFoundError):
     """A dataset has no class folder, or a class without images, as in torchvision."""
 
 
+@exported_by("prefect_torch_ddp")
 class StorageError(PrefectTorchDdpError):
     """An operation on the storage failed. The message names the object and the reason."""
 
 
+@exported_by("prefect_torch_ddp")
 class ObjectNotFoundError(StorageError):
     """There is no such object."""
 
 
+@exported_by("prefect_torch_ddp")
 class ObjectChangedError(StorageError):
     """The object's content was replaced after it was listed."""
 
 
+@exported_by("prefect_torch_ddp")
 class DamagedObjectError(StorageError):
     """The object's content doesn't match the digest written with it, however often it is read."""
 
 
+@exported_by("prefect_torch_ddp")
 class NewerFormatError(StorageError):
     """A stored file was written in a format of a later version of this package or of torch.
 
@@ -86,14 +95,17 @@ class OtherObjectError(BadAnswerError):
     """The storage returned another object than the listed one, e.g. from a proxy. Internal."""
 
 
+@exported_by("prefect_torch_ddp")
 class BadKeyError(StorageError, ValueError):
     """A key leads outside of the storage's root or isn't portable."""
 
 
+@exported_by("prefect_torch_ddp")
 class CorruptImageError(PrefectTorchDdpError):
     """An object was read completely but can't be decoded as an image. The message names it."""
 
 
+@exported_by("prefect_torch_ddp")
 class CheckpointError(PrefectTorchDdpError):
     """A checkpoint can't be written or restored. The message names it and the object."""
 
@@ -106,6 +118,7 @@ class TrackerError(PrefectTorchDdpError):
     """A tracker such as MLflow doesn't answer, or refuses. The message names it and the reason."""
 
 
+@exported_by("prefect_torch_ddp")
 class SupersededError(CheckpointError):
     """A newer attempt of the run has begun, so this one may no longer change its checkpoints."""
 
@@ -114,18 +127,22 @@ class UnpicklableValueError(PrefectTorchDdpError, TypeError):
     """A rank returned a value that can't be pickled. The message names the rank and the type."""
 
 
+@exported_by("prefect_torch_ddp")
 class GangError(PrefectTorchDdpError):
     """A gang could not run to its end."""
 
 
+@exported_by("prefect_torch_ddp")
 class NotEnoughWorkersError(GangError):
     """The cluster has too few workers, or they stayed busy. The message gives both numbers."""
 
 
+@exported_by("prefect_torch_ddp")
 class VersionConflictError(GangError):
     """Caller and workers have incompatible versions of a package. The message names both."""
 
 
+@exported_by("prefect_torch_ddp")
 class WorkerLostError(GangError):
     """A Dask worker that ran ranks is gone. The message names the worker and its ranks.
 
@@ -147,6 +164,7 @@ class SupervisorLostError(WorkerLostError):
     """The Dask worker that ran a task is gone or doesn't answer; the task itself can't retry."""
 
 
+@exported_by("prefect_torch_ddp")
 class SchedulerLostError(GangError):
     """The Dask scheduler is gone or doesn't answer; ranks end by themselves within seconds."""
 
@@ -186,6 +204,7 @@ class TaskCancelled(BaseException):
     """
 
 
+@exported_by("prefect_torch_ddp")
 class GangCancelledError(GangError):
     """The gang was cancelled from outside while it ran."""
 
@@ -206,6 +225,7 @@ class GangCancelledError(GangError):
         return text
 
 
+@exported_by("prefect_torch_ddp")
 class _LongError(GangError):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self).splitlines()[0]!r})"  # in Prefect's retry line
@@ -216,6 +236,7 @@ _LONG_STEPS = (
 )
 
 
+@exported_by("prefect_torch_ddp")
 class GangHungError(_LongError):
     """Ranks were alive but made no progress. The message says which did not arrive, and where.
 
@@ -244,6 +265,7 @@ class GangHungError(_LongError):
         return "\n".join(lines)
 
 
+@exported_by("prefect_torch_ddp")
 class RankFailedError(_LongError):
     """A rank failed and the gang was stopped.
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-OURS = frozenset({"prefect_torch_ddp.params", "prefect_torch_ddp"})
 TITLES = {
     "workload": "Workload",
     "world_size": "Ranks",
@@ -110,7 +109,7 @@ def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 def title_of(name: str, model: type[BaseModel]) -> str:
     """Return what the form calls a field: `retry_delay_s` is "Wait before a retry (seconds)"."""
-    bases = (base for base in model.__mro__ if base.__module__ in OURS)
+    bases = (base for base in model.__mro__ if base.__module__ == "prefect_torch_ddp")
     if name in TITLES and any(name in inspect.get_annotations(base) for base in bases):
         return TITLES[name]
     return _words(name)

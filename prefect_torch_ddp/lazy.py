@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
-from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 __version__ = version("prefect-torch-ddp")
 
 PARSE_TRIES = 10
-_packages: dict[str, dict[str, str]] = {}
-"""The home modules of names, by the package that exports them."""
+_Named = TypeVar("_Named", bound=Callable[..., Any])
 
 
 def parse_python(source: bytes, filename: str = "<unknown>") -> ast.Module:
@@ -39,12 +37,12 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     The stub is what type checkers read. Each of its lines `from module import name as name` is a
     public name; the module is imported when the name is first used. `from module import name` is
     for what `help` of a public name shows, such as a base class: unpickling imports it from here.
+    A class or function says itself that it is exported, by `exported_by`.
     """
     stub = parse_python(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
     public = sorted(alias.name for node in imports for alias in node.names if alias.asname)
-    _packages[package] = homes
 
     def getattr_(name: str) -> Any:
         if name not in homes:
@@ -52,26 +50,24 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             raise AttributeError(msg)
         with _collector_paused():
             value = getattr(import_module(homes[name]), name)
-        show_as_public()
         setattr(sys.modules[package], name, value)
         return value
 
     return getattr_, lambda: public, public
 
 
-def show_as_public() -> None:
-    """Set `__module__` of loaded classes and functions to the package that exports them.
+def exported_by(package: str) -> Callable[[_Named], _Named]:
+    """Set `__module__` of a class or function to the package that exports it.
 
-    `help`, tracebacks and pickles then show what a user can import. Flows keep their module, by
-    which Prefect finds the file of a deployment.
+    `help`, tracebacks and pickles then show what a user can import, as with NumPy's `set_module`.
+    Flows keep their module, by which Prefect finds the file of a deployment.
     """
-    for package, homes in list(_packages.items()):
-        for name, home in homes.items():
-            if home in _packages:  # it exports the name itself
-                continue
-            value = getattr(sys.modules.get(home), "__dict__", {}).get(name)
-            if isinstance(value, type | FunctionType) and value.__module__ == home:
-                value.__module__ = package
+
+    def name(value: _Named) -> _Named:
+        value.__module__ = package
+        return value
+
+    return name
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict  # what Prefect's are, to be joined with
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.form import arrange
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.protocol.rank import Backend, Launcher
 from prefect_torch_ddp.refusals import with_near_names
@@ -49,6 +50,7 @@ Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
 """A path, a URI or a block that names a storage; a `pathlib.Path` is accepted too."""
 
 
+@exported_by("prefect_torch_ddp")
 class Params(BaseModel):
     """The base of all parameter models: frozen, and an unknown name is an error."""
 
@@ -74,6 +76,7 @@ class Params(BaseModel):
             raise
 
 
+@exported_by("prefect_torch_ddp")
 class GangOptions(TypedDict, total=False):
     """Options of a gang by keyword, as `run_gang` and `ddp_task` take them and explain them."""
 
@@ -93,6 +96,7 @@ class GangOptions(TypedDict, total=False):
     preload: tuple[str, ...] | None
 
 
+@exported_by("prefect_torch_ddp")
 class GangParams(Params):
     """How a gang is placed, started, watched and stopped."""
 
@@ -193,6 +197,7 @@ COUNTED_INTERVALS = {"every_steps": "step", "every_epochs": "epoch"}
 """The intervals of CheckpointParams that count something, by field, and what they count."""
 
 
+@exported_by("prefect_torch_ddp")
 class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 
@@ -220,6 +225,7 @@ class CheckpointParams(Params):
     isn't written, and the training returns to the previous one."""
 
 
+@exported_by("prefect_torch_ddp")
 class ContextOptions(GangOptions, total=False):
     """Options of a training by keyword, as `ddp_task` takes them; see ContextParams."""
 
@@ -234,6 +240,7 @@ class ContextOptions(GangOptions, total=False):
     trackers: Sequence[TrackerName]
 
 
+@exported_by("prefect_torch_ddp")
 class ContextParams(GangParams):
     """The parameters of a gang whose function takes a RankContext."""
 
@@ -277,6 +284,7 @@ class ContextParams(GangParams):
         return self
 
 
+@exported_by("prefect_torch_ddp")
 class ClusterParams(Params):
     """Which Dask cluster trains; by default a local one that lives as long as the run."""
 
@@ -316,6 +324,7 @@ def _module_name(value: object) -> object:
     return value.__name__ if isinstance(value, ModuleType) else value
 
 
+@exported_by("prefect_torch_ddp")
 class TrainParams(ContextParams):
     """All parameters of a run of train-ddp."""
 

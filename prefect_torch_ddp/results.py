@@ -6,11 +6,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prefect_torch_ddp.lazy import exported_by
+
 MAX_WORST_SAMPLES = 8
 MAX_IMAGE_CHARACTERS = 2800
 """A file of 2,048 bytes, as a data URI."""
 
 
+@exported_by("prefect_torch_ddp")
 class Result(BaseModel):
     """The base of all results: frozen, and an unknown name is an error."""
 
@@ -50,6 +53,7 @@ def _html(value: str) -> str:
     return f'<a href="{safe}">{safe}</a>' if is_link else safe
 
 
+@exported_by("prefect_torch_ddp")
 class DatasetReport(Result):
     """What prepare wrote."""
 
@@ -63,6 +67,7 @@ class DatasetReport(Result):
     """sha256 over the names and contents of all files."""
 
 
+@exported_by("prefect_torch_ddp")
 class ClassScore(Result):
     """How well one class was distinguished from the others."""
 
@@ -74,6 +79,7 @@ class ClassScore(Result):
     """Samples of this class in the evaluated split."""
 
 
+@exported_by("prefect_torch_ddp")
 class WorstSample(Result):
     """A sample with one of the highest losses."""
 
@@ -88,6 +94,7 @@ class WorstSample(Result):
     """A thumbnail, as a data URI: small, since results are stored and sent whole."""
 
 
+@exported_by("prefect_torch_ddp")
 class Report(Result):
     """What evaluate found, exact over the whole split and equal on every rank."""
 
@@ -126,6 +133,7 @@ class Report(Result):
         return [("score", self.score), ("worst class", lowest)]
 
 
+@exported_by("prefect_torch_ddp")
 class EpochRow(Result):
     """One epoch of training: every metric averaged over all samples of all ranks."""
 
@@ -136,6 +144,7 @@ class EpochRow(Result):
     metrics: dict[str, float]
 
 
+@exported_by("prefect_torch_ddp")
 class CheckpointRef(Result):
     """A committed checkpoint."""
 
@@ -146,6 +155,7 @@ class CheckpointRef(Result):
     metrics: dict[str, float] = {}
 
 
+@exported_by("prefect_torch_ddp")
 class FailedAttempt(Result):
     """A failed attempt that was followed by another one."""
 
@@ -157,6 +167,7 @@ class FailedAttempt(Result):
     summary: str
 
 
+@exported_by("prefect_torch_ddp")
 class TrainingSummary(Result):
     """What the train task returns."""
 
@@ -187,6 +198,7 @@ class TrainingSummary(Result):
         return self.model_uris.get("model", only)
 
 
+@exported_by("prefect_torch_ddp")
 class EpochLedger(Result):
     """What the ledger holds of one epoch."""
 
@@ -254,6 +266,7 @@ class EpochLedger(Result):
         return f"epoch {self.epoch}: {'; '.join(parts)}"
 
 
+@exported_by("prefect_torch_ddp")
 class LedgerReport(Result):
     """The result of checking a run's ledger: which samples it trained on."""
 
@@ -274,6 +287,7 @@ class LedgerReport(Result):
         return "\n".join(map(str, self.epochs))
 
 
+@exported_by("prefect_torch_ddp")
 class Goodput(Result):
     """Where a training's wall time went, in seconds, over all its attempts.
 
@@ -315,6 +329,7 @@ class Goodput(Result):
         return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
+@exported_by("prefect_torch_ddp")
 class TrainReport(Result):
     """What train_flow returns."""
 

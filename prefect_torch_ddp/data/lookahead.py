@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Sampler
 
+from prefect_torch_ddp.lazy import exported_by
+
 B = TypeVar("B", bound=Sequence[Any])
 V = TypeVar("V")
 
@@ -20,6 +22,7 @@ class Ahead(list[int]):
     following: tuple[list[int], ...] = ()
 
 
+@exported_by("prefect_torch_ddp.data")
 class LookAhead(Sampler[list[int]]):
     """A batch sampler that tells each loader process which batches it gets next.
 

@@ -6,12 +6,14 @@ from itertools import islice
 import numpy as np
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 
 NUM_AT_ONCE = 64
 MIN_SAMPLES = 2  # one for each side
 
 
+@exported_by("prefect_torch_ddp.data")
 def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of all files whose name begins with a prefix, sorted by name.
 
@@ -34,6 +36,7 @@ def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]
             yield part.key, content
 
 
+@exported_by("prefect_torch_ddp.data")
 def seeded_split(
     num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None = None
 ) -> tuple[list[int], list[int]]:

@@ -14,6 +14,7 @@ from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares,
 from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 
 SHUFFLE_BUFFER = 1024
 """Samples that are in memory at a time, if the dataset doesn't set `shuffle_buffer`."""
@@ -21,6 +22,7 @@ SHUFFLE_BUFFER = 1024
 _SHARDS, _BLOCK, _DRAWS = range(3)
 
 
+@exported_by("prefect_torch_ddp.data")
 @runtime_checkable
 class Sharded(Protocol):
     """What a dataset without `__getitem__` needs for `ctx.loader`: shards of known sizes.

@@ -18,6 +18,7 @@ from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.params import GangOptions, GangParams
 from prefect_torch_ddp.protocol.call import Call
@@ -25,6 +26,7 @@ from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode, is_script
 
 
+@exported_by("prefect_torch_ddp")
 def run_gang(  # noqa: PLR0913 - level 1 is one call
     client: Client,
     fn: Callable[..., Any] | str,

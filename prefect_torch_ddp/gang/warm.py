@@ -12,6 +12,7 @@ from distributed import Client, Worker
 
 from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_client
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ PRELOAD = __name__
 """What Dask's preload is called: this module."""
 
 
+@exported_by("prefect_torch_ddp")
 def warm(
     client: Client,
     code: Callable[..., Any] | str | None = None,

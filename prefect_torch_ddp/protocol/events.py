@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from prefect_torch_ddp.lazy import exported_by
+
 Retryability = Literal["open", "hopeless", "transient"]
 """What a failure says about another attempt: it may end the same way (open), it is bound to
 (hopeless), or the failure had nothing to do with the code (transient)."""
@@ -14,6 +16,7 @@ StoppedBy = Literal["order", "SIGTERM", "peer"]
 NO_RANK = -1
 
 
+@exported_by("prefect_torch_ddp")
 class GangEvent:
     """Something that happened to a gang, as `on_event` of `run_gang` gets it: a frozen dataclass.
 
@@ -24,6 +27,7 @@ class GangEvent:
     """
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class RankFailure(GangEvent):
     """How one rank failed, as a value."""
@@ -77,6 +81,7 @@ class FailureRecord(GangEvent):
     """Whether it is no failure: all saved, and the gang continues elsewhere or with more ranks."""
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class Hang:
     """How a gang hung, as a value."""

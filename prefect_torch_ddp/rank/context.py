@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.local import LocalOptions, local_parts
 from prefect_torch_ddp.storage.locate import storage_at
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@exported_by("prefect_torch_ddp")
 class RankContext:
     """The context of a rank: its place in the gang, and what a training needs beyond PyTorch.
 
@@ -630,6 +632,7 @@ class RankContext:
 _entered: list[RankContext] = []
 
 
+@exported_by("prefect_torch_ddp")
 def current_context() -> RankContext | None:
     """Return the RankContext of this rank, or None if there is none.
 

@@ -10,6 +10,7 @@ import threading
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import (
     MAX_TEXT,
     NO_RANK,
@@ -191,6 +192,7 @@ def current_link() -> Link:
     return _link
 
 
+@exported_by("prefect_torch_ddp")
 def report_progress() -> None:
     """Tell the supervisor that this rank makes progress; for functions that don't use `steps`.
 

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
@@ -16,6 +17,7 @@ from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 
+@exported_by("prefect_torch_ddp")
 class LocalOptions(TypedDict, total=False):
     """Keyword arguments of `RankContext.local`."""
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.rank.assembly import ContextParts
@@ -91,6 +92,7 @@ def stage_function(workload: str, stage: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+@exported_by("prefect_torch_ddp")
 def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     """Return the options as a model, so that a misspelt name raises an error.
 

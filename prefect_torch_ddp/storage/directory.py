@@ -20,6 +20,7 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import (
     RESERVED_PART,
     absolute_folder,
@@ -65,6 +66,7 @@ WAYS_OUT = {
 }
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class DirectoryStorage(Storage):
     """A storage in a folder, which is created by the first write.

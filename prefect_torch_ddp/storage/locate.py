@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
@@ -22,6 +23,7 @@ WRITE_INSTEAD = (
 )
 
 
+@exported_by("prefect_torch_ddp")
 def storage_from_uri(uri: str, **access: Any) -> Storage:
     """Make the storage that a path or a URI names; nothing is read or written.
 

@@ -6,6 +6,7 @@ import unicodedata
 from pathlib import Path
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 
 MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
 MAX_PART_BYTES = 255  # the longest file name of common file systems
@@ -16,6 +17,7 @@ _USUAL_KEY = re.compile(rf"{_USUAL_PART}(/{_USUAL_PART})*", re.ASCII)
 RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
 
 
+@exported_by("prefect_torch_ddp")
 def check_key(key: str) -> str:
     """Return a key that every storage can hold and that can't leave its root, as it is.
 
@@ -27,6 +29,7 @@ def check_key(key: str) -> str:
     return key
 
 
+@exported_by("prefect_torch_ddp")
 def check_prefix(prefix: str) -> str:
     """Return the prefix as it is, or raise `BadKeyError` if no key can begin with it."""
     if (fault := _fault(f"{prefix}x")) is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import check_key, check_prefix
 
 CHANGED = (
@@ -25,6 +26,7 @@ CHANGED = (
 """Error text for an object that isn't the listed one any more."""
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class StoredObject:
     """One object as `Storage.list` shows it."""
@@ -34,6 +36,7 @@ class StoredObject:
     num_bytes: int
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True, slots=True)
 class ListedObject:
     """One object as datasets list it."""
@@ -45,6 +48,7 @@ class ListedObject:
     """Changes with the content: S3's ETag without quotes, or for a file its time and size."""
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True, slots=True)
 class ObjectPart:
     """What is to be read: an object, or a range of one."""
@@ -62,6 +66,7 @@ Contents: TypeAlias = list[bytes | StorageError]
 """The content or the error of each part, in order."""
 
 
+@exported_by("prefect_torch_ddp")
 class Readable(ABC):
     """A source of a dataset: a storage, or a layer in front of one, such as a cache.
 
@@ -107,6 +112,7 @@ class Readable(ABC):
         return None
 
 
+@exported_by("prefect_torch_ddp")
 class Storage(Readable):
     """A root under which objects are written whole and read whole.
 

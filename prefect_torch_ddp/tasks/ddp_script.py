@@ -8,12 +8,14 @@ from typing import Any, Unpack
 from prefect import Task
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, is_script
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, GangTask, ddp_task
 from prefect_torch_ddp.tasks.gangs.task_training import TaskCode
 
 
+@exported_by("prefect_torch_ddp")
 def ddp_script(
     script: str | os.PathLike[str],
     args: Sequence[object] = (),

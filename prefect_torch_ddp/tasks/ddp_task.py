@@ -17,6 +17,7 @@ from prefect.tasks import TaskOptions
 from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import check_function, checked
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.params import ContextOptions
 from prefect_torch_ddp.protocol.call import Call
@@ -40,6 +41,7 @@ R = TypeVar("R")
 RankFunction = Callable[Concatenate[RankContext, P], R]
 
 
+@exported_by("prefect_torch_ddp")
 class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
     """Options of `ddp_task` by keyword, which it explains, and Prefect's task options."""
 
@@ -48,6 +50,7 @@ class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
     process_group: ProcessGroupMode
 
 
+@exported_by("prefect_torch_ddp")
 @overload
 def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import cloudpickle
 
-from prefect_torch_ddp.lazy import show_as_public
-
 
 def value_digest(value: object) -> str:
     """Return a digest that equal values share, also in other processes, and other values don't.
@@ -17,7 +15,6 @@ def value_digest(value: object) -> str:
     Not promised for what is pickled by value, such as functions and classes of `__main__` and
     instances of such classes, nor for what contains itself: equal ones may differ then.
     """
-    show_as_public()  # or a digest would depend on which names were used before
     try:
         return _digest(value)
     except (ValueError, RecursionError, pickle.PicklingError):  # it contains itself

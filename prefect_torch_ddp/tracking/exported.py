@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records.growing import GrowingRecords
 from prefect_torch_ddp.records.metrics import (
     ROW,
@@ -37,6 +38,7 @@ WRITE_SHARE = 10
 logger = logging.getLogger(__name__)
 
 
+@exported_by("prefect_torch_ddp")
 def export_records(  # noqa: PLR0913 - all but where to have defaults
     storage: Storage | str | Path,
     run_id: str,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
 from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record
@@ -24,6 +25,7 @@ DATA = ("dataset_id", "digest", "num_files")
 RESULTS = "results"
 
 
+@exported_by("prefect_torch_ddp")
 def read_metrics(
     storage: Storage | str | Path,
     run_id: str,
@@ -69,6 +71,7 @@ def read_metrics(
     return frame
 
 
+@exported_by("prefect_torch_ddp")
 def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     """Check the ledger of a run: the samples of each epoch, over all its attempts.
 
@@ -90,6 +93,7 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     return found
 
 
+@exported_by("prefect_torch_ddp")
 def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     """Return where the wall time of a run's training went, over all its attempts.
 
@@ -117,6 +121,7 @@ def goodput_so_far(where: Storage, run_id: str) -> Goodput:
     return timing.read_goodput(where, run_id, attempts.claim_times(where, run_id), failed)
 
 
+@exported_by("prefect_torch_ddp")
 def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "pd.DataFrame":
     """Return all runs of a storage as a pandas DataFrame: a row each, newest first.
 
@@ -153,6 +158,7 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     return pd.DataFrame(rows, columns=list(columns))
 
 
+@exported_by("prefect_torch_ddp")
 def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame":
     """Return the differences between two runs, and their results, as a pandas DataFrame.
 
@@ -184,6 +190,7 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
     return pd.DataFrame(list(rows.values()), index, [a, b], dtype=object)
 
 
+@exported_by("prefect_torch_ddp")
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
     """Return a file that `ctx.save(path, data)` wrote, as the newest attempt left it.
 

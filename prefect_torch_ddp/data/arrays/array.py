@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.protocol import Readable
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ WINDOW_BYTES = 128 * 2**20
 """Of samples that are shuffled among one another; two such windows are in memory."""
 
 
+@exported_by("prefect_torch_ddp.data")
 def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a bucket, all by name
     where: Any,
     variables: str | Sequence[str] | None = None,

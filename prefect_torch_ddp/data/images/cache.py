@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
@@ -32,6 +33,7 @@ KEPT_FREE_BYTES, KEPT_FREE_PART = 4 * 2**30, 20
 PATIENCE_S, POLL_S = 1.0, 0.002
 
 
+@exported_by("prefect_torch_ddp.data")
 @dataclass(frozen=True)
 class CachedReads(Readable):
     """Reads objects of a storage through a cache in a folder on a local disk.

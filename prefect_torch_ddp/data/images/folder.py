@@ -19,6 +19,7 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import RESERVED_PART
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
@@ -34,6 +35,7 @@ def pil_loader(file: BinaryIO) -> Image.Image:
     return Image.open(file).convert("RGB")
 
 
+@exported_by("prefect_torch_ddp.data")
 class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no types
     """Images in folders of a bucket, named `<class>/<name>.jpg`, as torchvision's `ImageFolder`.
 
@@ -233,6 +235,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             )
 
 
+@exported_by("prefect_torch_ddp.data")
 def image_folder(
     uri: Location,
     transform: Callable[[Any], Any] | None = None,

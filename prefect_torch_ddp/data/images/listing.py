@@ -13,6 +13,7 @@ from typing import Any
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.formats import IMAGE_INDEX
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
@@ -76,6 +77,7 @@ def _ahead(pool: ThreadPoolExecutor, objects: Iterator[ListedObject]) -> Iterato
     return rest(begin())
 
 
+@exported_by("prefect_torch_ddp.data")
 def write_index(source: Readable, folder: str | Path) -> int:
     """List a dataset and write its index to a folder, such as `ctx.data` in `prepare`.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch_ddp.data.images.location import Location
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.protocol import Readable
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ SHUFFLE_BUFFER = 131_072
 """Rows that are shuffled together; up to two such windows are in memory."""
 
 
+@exported_by("prefect_torch_ddp.data")
 def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a bucket, all by name
     where: Location | Sequence[str | Path],
     columns: Sequence[str] | None = None,

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, interpolate
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.rank.evaluation.meters import (
     non_finite,
     rank_and_world_size,
@@ -33,6 +34,7 @@ QUALITIES = (80, 60, 40, 20, 5)
 NUM_COLOURS = 3
 
 
+@exported_by("prefect_torch_ddp")
 class ClassificationMeter:
     """Count predictions on this rank and sum them exactly over all ranks.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.results import Report
 
@@ -19,6 +20,7 @@ LARGEST_LOSS = 700.0
 logger = logging.getLogger(__name__)
 
 
+@exported_by("prefect_torch_ddp")
 class RegressionMeter:
     """Measure errors on this rank; combine them exactly over all ranks.
 
@@ -107,6 +109,7 @@ class RegressionMeter:
         return Report(num_samples=num_samples, metrics=said or finite)
 
 
+@exported_by("prefect_torch_ddp")
 class LanguageMeter:
     """Sum up the loss of each token on this rank; average it exactly over all ranks.
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import check_key
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]
 _CHECKSUM_OPTIONS = ("request_checksum_calculation", "response_checksum_validation")
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class S3Location:
     """A bucket, a prefix and how to get there.

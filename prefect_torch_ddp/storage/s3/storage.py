@@ -23,6 +23,7 @@ from prefect_torch_ddp.errors import (
     InvalidParamsError,
     StorageError,
 )
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
@@ -43,6 +44,7 @@ PART_BYTES = 16 * 2**20
 NUM_THREADS = 4
 
 
+@exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class S3Storage(S3Location, Storage):
     """A storage under a prefix of an S3 bucket; its options are those of `S3Location`.

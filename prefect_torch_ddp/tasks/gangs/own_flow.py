@@ -9,6 +9,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -20,6 +21,7 @@ from prefect_torch_ddp.tracking.description import draft_record, experiment_of
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
 
+@exported_by("prefect_torch_ddp")
 @contextmanager
 def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
     """Give `run_gang` the report of a `ddp_task`: page, progress, run record, events, kept lines.
