@@ -50,7 +50,6 @@ class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
     process_group: ProcessGroupMode
 
 
-@exported_by("prefect_torch_ddp")
 @overload
 def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
 
@@ -59,6 +58,7 @@ def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
 def ddp_task(**options: Unpack[DdpTaskOptions]) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
 
+@exported_by("prefect_torch_ddp")
 def ddp_task(
     fn: RankFunction[P, R] | None = None, /, **options: Unpack[DdpTaskOptions]
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
