@@ -126,11 +126,12 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     """Return all runs of a storage as a pandas DataFrame: a row each, newest first.
 
     Columns: run_id, experiment, workload, state (training, completed, failed or cancelled), began,
-    duration_s, attempts, world_size, steps, epochs, goodput (a share), best_metric and best_value,
-    accuracy, loss and other metrics of the evaluation, `train.` and the last value of each
-    metric, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
-    `training`, without a duration, until a retry of it continues. Use `began` and Prefect's flow
-    run to tell it from a run that trains. A damaged record is left out, with a warning.
+    duration_s, attempts, world_size, steps, epochs, goodput (a share), core_hours, gpu_hours,
+    best_metric and best_value, accuracy, loss and other metrics of the evaluation, `train.` and
+    the last value of each metric, commit, is_dirty, model_uri, cause. A run whose process was
+    killed stays at `training`, without a duration, until a retry of it continues. Use `began` and
+    Prefect's flow run to tell it from a run that trains. A damaged record is left out, with a
+    warning.
 
     Args:
         storage: where the runs are, as for `read_metrics`.
@@ -248,6 +249,8 @@ def _results(record: RunRecord) -> dict[str, Any]:
         "steps": record.num_steps,
         "epochs": record.num_epochs,
         "goodput": goodput.share if goodput else None,
+        "core_hours": goodput.core_hours if goodput else None,
+        "gpu_hours": goodput.gpu_hours if goodput else None,
         "best_metric": record.best_metric,
         "best_value": record.best_value,
         "accuracy": found.accuracy if found else None,

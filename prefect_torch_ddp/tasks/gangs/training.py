@@ -11,7 +11,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.current import current_client, wait_for_earlier
-from prefect_torch_ddp.tasks.clusters.dashboard import dashboard_of
+from prefect_torch_ddp.tasks.clusters.dashboard import dashboard_of, tunnel_to
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.watch.run_log import log_to_run
@@ -45,8 +45,10 @@ def training_gang(
     report = LiveReport(storage, shown, recorder, is_published=is_workload)
     with report, current_client() as client, display_here():
         if url := dashboard_of(client):
-            report.link_dashboard(url)
-            get_run_logger().info("Dask's dashboard: %s", url)
+            tunnel = tunnel_to(url)
+            report.link_dashboard(url, tunnel)
+            from_afar = f" (from another machine: {tunnel})" if tunnel else ""
+            get_run_logger().info("Dask's dashboard: %s%s", url, from_afar)
         if newest := newest_attempt(storage, run_id):
             shown.attempt = newest + 1
             wait_for_earlier(client, name, params)

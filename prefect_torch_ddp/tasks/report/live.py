@@ -123,10 +123,10 @@ class LiveReport:
         if isinstance(event, AttemptBegan | FailureRecord):
             self._wake.set()
 
-    def link_dashboard(self, url: str) -> None:
-        """Show where the Dask cluster's dashboard is."""
+    def link_dashboard(self, url: str, tunnel: str) -> None:
+        """Show where the Dask cluster's dashboard is, and the command that forwards its port."""
         with self._lock:
-            self._shown["dashboard"] = url
+            self._shown.update(dashboard=url, dashboard_tunnel=tunnel)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,5 +1,6 @@
 """A run leaves its record in the storage and its events on Prefect's bus."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -114,13 +115,13 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert None not in ends
     assert first.began < first.ended <= second.began < second.ended  # type: ignore[operator]
     assert second.devices == ("cpu", "cpu")
-    assert record.goodput is not None
-    assert 0 < record.goodput.steps_s < record.goodput.wall_s
     assert record.num_steps == report.training.num_steps
     assert record.checkpoint == report.checkpoint
     assert record.evaluation is not None
     assert record.evaluation.accuracy == report.evaluation.accuracy
-    check_metrics(store, record, report_of(flow_run_id_of(report.flow_run_url)))
+    page = report_of(flow_run_id_of(report.flow_run_url))
+    check_hours(record, page)
+    check_metrics(store, record, page)
 
     events = events_of(flow_run_id_of(report.flow_run_url))
     names = names_of(events)
@@ -141,6 +142,15 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert last["checkpoint"] == report.training.last_checkpoint.uri  # type: ignore[union-attr]
     assert last["step"] == report.training.num_steps
     assert events[-1]["resource"]["prefect-torch-ddp.state"] == "completed"
+
+
+def check_hours(record: RunRecord, page: str) -> None:
+    """Check that the record and the page have the core hours of a training on this machine."""
+    assert record.goodput is not None
+    # Both ranks may use the same processors, which count once.
+    cores_s = 3600 * record.goodput.core_hours / len(os.sched_getaffinity(0))
+    assert 0 < record.goodput.steps_s < cores_s < record.goodput.wall_s
+    assert re.search(r"The ranks had [\d.e-]+ core hours\.", page)
 
 
 def fail_in_step_three(ctx: RankContext, rate: float, data: object) -> None:

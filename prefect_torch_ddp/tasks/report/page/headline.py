@@ -35,6 +35,8 @@ class RunView:
     """Since this attempt's task run began."""
     dashboard: str = ""
     """The URL of the Dask cluster's; empty if it has none."""
+    dashboard_tunnel: str = ""
+    """The command that forwards its port to another machine; empty if none is needed."""
     updated_at: str = ""
     """So that a page that stands still shows since when it does."""
     is_tried_again: bool = False

@@ -1,6 +1,7 @@
 """The page of a run, live and as the final record: one function, one list of sections."""
 
 from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from prefect_torch_ddp.params import COUNTED_INTERVALS, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
@@ -111,9 +112,17 @@ def _facts(view: RunView) -> str:
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
         # A run's own cluster ends with the run.
-        "Dask dashboard": web_link(view.dashboard) if training.status == "training" else "",
+        "Dask dashboard": _dashboard(view) if training.status == "training" else "",
     }
     return fact_table(facts)
+
+
+def _dashboard(view: RunView) -> str:
+    shown, tunnel = web_link(view.dashboard), view.dashboard_tunnel
+    if not tunnel:
+        return shown
+    port = urlsplit(view.dashboard).port
+    return f"{shown}; from another machine {code(tunnel)}, then `http://localhost:{port}/status`"
 
 
 def _when_saved(view: RunView) -> str:

@@ -420,5 +420,8 @@ def test_a_running_training_links_to_the_dashboard_of_its_cluster() -> None:
     assert f"| Dask dashboard | [10.0.0.1:8787/status]({url}) |" in linked
     assert "Dask dashboard" not in page_of(TrainingProgress(4, status="failed"), dashboard=url)
     assert "Dask dashboard" not in page_of(running)
+    tunnel = "ssh -N -L 8787:10.0.0.1:8787 you@login-node"
+    from_afar = page_of(running, dashboard=url, dashboard_tunnel=tunnel)
+    assert f"({url}); from another machine `{tunnel}`, then `http://localhost:8787/s" in from_afar
     odd = page_of(running, dashboard="javascript:alert(1)")
     assert "| Dask dashboard | `javascript:alert(1)` |" in odd
