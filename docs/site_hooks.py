@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, Params, TrainParams
+from prefect_torch_ddp.form import summary_of
 from prefect_torch_ddp.gang.caller.plan import CallParams
 from prefect_torch_ddp.option_lines import OptionLine, option_lines
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
@@ -113,7 +114,9 @@ def options_page() -> str:
     columns = ("option", "value", *(f"`{level}`" for level in LEVELS), "meaning")
     parts = [OPTIONS, _table(columns, rows)]
     for option, model in PARTS.items():
-        about = f"\n## {model.__name__}\n\nThe value of `{option}`. {model.__doc__}\n"
+        about = (
+            f"\n## {model.__name__}\n\nThe value of `{option}`. {summary_of(model.__doc__ or '')}\n"
+        )
         lines = [
             (f"`{line.name}`", line.values, f"`{line.default}`", line.meaning)
             for line in option_lines(model)

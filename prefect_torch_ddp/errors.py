@@ -34,7 +34,18 @@ def _unpickle(cause: bytes) -> BaseException | None:
 
 @exported_by("prefect_torch_ddp")
 class PrefectTorchDdpError(Exception):
-    """Base of the package's errors. Survives pickling with fields, notes and `__cause__`."""
+    """Base of the package's errors. Survives pickling with fields, notes and `__cause__`.
+
+    Example:
+        Catch whatever this package raises:
+
+            from prefect_torch_ddp import PrefectTorchDdpError, read_goodput
+
+            try:
+                print(read_goodput("runs", "no-such-run").share)
+            except PrefectTorchDdpError as error:
+                print(f"{type(error).__name__}: {error}")
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         try:  # pickle drops it; one that can't be pickled is left out
@@ -50,32 +61,101 @@ class InvalidParamsError(PrefectTorchDdpError, ValueError):
     """A given value is invalid. Raised before any work starts.
 
     The message says which value, why, and what to give instead.
+
+    Example:
+        The message says what to write instead:
+
+            from prefect_torch_ddp import InvalidParamsError, storage_from_uri
+
+            try:
+                storage_from_uri("ftp://host/runs")
+            except InvalidParamsError as error:
+                print(error)
     """
 
 
 @exported_by("prefect_torch_ddp")
 class NoImagesError(InvalidParamsError, FileNotFoundError):
-    """A dataset has no class folder, or a class without images, as in torchvision."""
+    """A dataset has no class folder, or a class without images, as in torchvision.
+
+    Example:
+        A folder that has no class folders:
+
+            from prefect_torch_ddp import NoImagesError, S3ImageFolder
+
+            try:
+                S3ImageFolder("runs/checkpoints")
+            except NoImagesError as error:
+                print(error)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class StorageError(PrefectTorchDdpError):
-    """An operation on the storage failed. The message names the object and the reason."""
+    """An operation on the storage failed. The message names the object and the reason.
+
+    Example:
+        Check before a long job that its storage can be used:
+
+            from prefect_torch_ddp import StorageError, storage_from_uri
+
+            try:
+                storage_from_uri("/proc/runs").check_writable()
+            except StorageError as error:
+                print(error)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class ObjectNotFoundError(StorageError):
-    """There is no such object."""
+    """There is no such object.
+
+    Example:
+        A file that the ranks may not have saved yet:
+
+            from prefect_torch_ddp import ObjectNotFoundError, read_result
+
+            try:
+                table = read_result("runs", run_id, "scores.csv")
+            except ObjectNotFoundError:
+                table = b""
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class ObjectChangedError(StorageError):
-    """The object's content was replaced after it was listed."""
+    """The object's content was replaced after it was listed.
+
+    Example:
+        Notice that a file was replaced after it was listed:
+
+            from prefect_torch_ddp import ObjectChangedError, ObjectPart, storage_from_uri
+
+            storage = storage_from_uri("notes")
+            storage.write("a.txt", b"old")
+            (listed,) = storage.list_objects("a.txt")
+            storage.write("a.txt", b"new text")
+            part = ObjectPart(listed.key, listed.num_bytes, etag=listed.etag)
+            (content,) = storage.read_many([part])
+            print(isinstance(content, ObjectChangedError))  # True
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class DamagedObjectError(StorageError):
-    """The object's content doesn't match the digest written with it, however often it is read."""
+    """The object's content doesn't match the digest written with it, however often it is read.
+
+    Example:
+        Find the file that a disk has damaged, in a workload's `evaluate`:
+
+            from prefect_torch_ddp import DamagedObjectError
+            from prefect_torch_ddp.data import read_files
+
+            try:
+                sizes = {name: len(content) for name, content in read_files(ctx.source)}
+            except DamagedObjectError as error:
+                print(f"restore this file from a backup: {error}")
+    """
 
 
 @exported_by("prefect_torch_ddp")
@@ -84,6 +164,16 @@ class NewerFormatError(StorageError):
 
     The message names the file, its format, and what to install. Such a file is not damaged:
     nothing is used in its place, and neither it nor what it names is deleted.
+
+    Example:
+        Read a run that a colleague's newer version may have written:
+
+            from prefect_torch_ddp import NewerFormatError, read_ledger
+
+            try:
+                print(read_ledger("runs", run_id))
+            except NewerFormatError as error:
+                print(error)  # says which version to install
     """
 
 
@@ -97,17 +187,52 @@ class OtherObjectError(BadAnswerError):
 
 @exported_by("prefect_torch_ddp")
 class BadKeyError(StorageError, ValueError):
-    """A key leads outside of the storage's root or isn't portable."""
+    """A key leads outside of the storage's root or isn't portable.
+
+    Example:
+        A name that a user typed must not lead out of the storage:
+
+            from prefect_torch_ddp import BadKeyError, read_result
+
+            try:
+                read_result("runs", run_id, "../../secret")
+            except BadKeyError as error:
+                print(error)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class CorruptImageError(PrefectTorchDdpError):
-    """An object was read completely but can't be decoded as an image. The message names it."""
+    """An object was read completely but can't be decoded as an image. The message names it.
+
+    Example:
+        List the images that can't be decoded:
+
+            from prefect_torch_ddp import CorruptImageError, S3ImageFolder
+
+            images = S3ImageFolder(ctx.source)
+            for number in range(len(images)):
+                try:
+                    images[number]
+                except CorruptImageError as error:
+                    print(error)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class CheckpointError(PrefectTorchDdpError):
-    """A checkpoint can't be written or restored. The message names it and the object."""
+    """A checkpoint can't be written or restored. The message names it and the object.
+
+    Example:
+        A checkpoint that was deleted since it was listed:
+
+            from prefect_torch_ddp import CheckpointError, evaluate_flow
+
+            try:
+                scores = evaluate_flow(report.checkpoint.uri)
+            except CheckpointError as error:
+                print(error)
+    """
 
 
 class ReplicasDifferError(CheckpointError):
@@ -120,7 +245,19 @@ class TrackerError(PrefectTorchDdpError):
 
 @exported_by("prefect_torch_ddp")
 class SupersededError(CheckpointError):
-    """A newer attempt of the run has begun, so this one may no longer change its checkpoints."""
+    """A newer attempt of the run has begun, so this one may no longer change its checkpoints.
+
+    Example:
+        A rank may fail only because a newer attempt of its run trains:
+
+            from prefect_torch_ddp import RankFailedError, SupersededError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except RankFailedError as error:
+                if not isinstance(error.__cause__, SupersededError):
+                    raise
+    """
 
 
 class UnpicklableValueError(PrefectTorchDdpError, TypeError):
@@ -129,17 +266,50 @@ class UnpicklableValueError(PrefectTorchDdpError, TypeError):
 
 @exported_by("prefect_torch_ddp")
 class GangError(PrefectTorchDdpError):
-    """A gang could not run to its end."""
+    """A gang could not run to its end.
+
+    Example:
+        Catch whatever may end a gang, but no invalid argument:
+
+            from prefect_torch_ddp import GangError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except GangError as error:
+                print(error)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class NotEnoughWorkersError(GangError):
-    """The cluster has too few workers, or they stayed busy. The message gives both numbers."""
+    """The cluster has too few workers, or they stayed busy. The message gives both numbers.
+
+    Example:
+        Use fewer ranks if the cluster is small:
+
+            from prefect_torch_ddp import NotEnoughWorkersError, run_gang
+
+            try:
+                values = run_gang(client, fn, world_size=64, workers_timeout_s=1)
+            except NotEnoughWorkersError:
+                values = run_gang(client, fn, world_size=2)
+    """
 
 
 @exported_by("prefect_torch_ddp")
 class VersionConflictError(GangError):
-    """Caller and workers have incompatible versions of a package. The message names both."""
+    """Caller and workers have incompatible versions of a package. The message names both.
+
+    Example:
+        Tell the user to make the environments equal:
+
+            from prefect_torch_ddp import VersionConflictError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except VersionConflictError as error:
+                raise SystemExit(f"install the same versions everywhere: {error}")
+    """
 
 
 @exported_by("prefect_torch_ddp")
@@ -149,6 +319,16 @@ class WorkerLostError(GangError):
     If the worker left gracefully (retired, scaled down, at its lifetime or by SIGTERM), all ranks
     stopped and saved after step `saved_step`, and the loss uses up no restart. Otherwise
     `saved_step` is None.
+
+    Example:
+        Was the work saved before the worker left?
+
+            from prefect_torch_ddp import WorkerLostError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except WorkerLostError as error:
+                print(error, "saved after step", error.saved_step)
     """
 
     def __init__(self, message: str, saved_step: int | None = None) -> None:
@@ -166,7 +346,20 @@ class SupervisorLostError(WorkerLostError):
 
 @exported_by("prefect_torch_ddp")
 class SchedulerLostError(GangError):
-    """The Dask scheduler is gone or doesn't answer; ranks end by themselves within seconds."""
+    """The Dask scheduler is gone or doesn't answer; ranks end by themselves within seconds.
+
+    Example:
+        Connect to the scheduler's successor, and run the gang again:
+
+            from distributed import Client
+            from prefect_torch_ddp import SchedulerLostError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except SchedulerLostError:
+                client = Client(scheduler_file="scheduler.json")
+                run_gang(client, fn, world_size=2)
+    """
 
 
 class SchedulerUnresponsiveError(SchedulerLostError):
@@ -206,7 +399,18 @@ class TaskCancelled(BaseException):
 
 @exported_by("prefect_torch_ddp")
 class GangCancelledError(GangError):
-    """The gang was cancelled from outside while it ran."""
+    """The gang was cancelled from outside while it ran.
+
+    Example:
+        Where a cancelled training can continue:
+
+            from prefect_torch_ddp import GangCancelledError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2)
+            except GangCancelledError as error:
+                print("stopped after step", error.step, "and saved step", error.checkpoint_step)
+    """
 
     def __init__(
         self, message: str, step: int | None = None, checkpoint_step: int | None = None
@@ -242,6 +446,19 @@ class GangHungError(_LongError):
 
     `ranks` are the ranks that did not arrive and `hosts` their hosts. `stacks` has the stacks of
     all threads of each rank that answered.
+
+    Example:
+        Write down where the late ranks are in the code:
+
+            from pathlib import Path
+            from prefect_torch_ddp import GangHungError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2, progress_timeout_s=60)
+            except GangHungError as error:
+                for rank, stack in error.stacks.items():
+                    Path(f"rank-{rank}.txt").write_text(stack)
+                print("late:", dict(zip(error.ranks, error.hosts)))
     """
 
     def __init__(self, hang: Hang, attempt: int) -> None:
@@ -273,6 +490,16 @@ class RankFailedError(_LongError):
     `host`. It exited with `exit_code` or was killed by `signal`, unless these are None.
     `traceback_text` is its formatted traceback, empty if there is none. If `train_flow` raises
     the error, its text has only the frames of your own code.
+
+    Example:
+        Which rank failed, and your own exception:
+
+            from prefect_torch_ddp import RankFailedError, run_gang
+
+            try:
+                run_gang(client, "math:sqrt", (-1,), world_size=2)
+            except RankFailedError as error:
+                print(error.rank, error.host, repr(error.__cause__))  # 0 10.0.0.7 ValueError(...)
     """
 
     def __init__(

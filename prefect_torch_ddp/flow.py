@@ -78,6 +78,14 @@ def evaluate_flow(
     Raises:
         InvalidParamsError: there is no record of such a run, or it isn't a run of train_flow.
         CheckpointError: the checkpoint no longer exists, or is damaged.
+
+    Example:
+        Score the newest checkpoint of a run that may still train:
+
+            from prefect_torch_ddp import evaluate_flow
+
+            if __name__ == "__main__":
+                print(evaluate_flow(f"runs/runs/{run_id}").accuracy)
     """
     run, point = Run.from_checkpoint(checkpoint, storage, cluster)
     params = run.params

@@ -77,8 +77,9 @@ KINDS = {
 """What the form calls the values that a field may have."""
 
 
-OPTIONS_HEADING = "Options:"
-"""The line of a model's docstring after which `help` lists its options; the form has fields."""
+OPTIONS_HEADING, EXAMPLE_HEADING = "Options:", "Example:"
+"""The lines of a model's docstring after which `help` lists its options and has an example; the
+form has neither."""
 
 
 def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -103,8 +104,14 @@ def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
                 each["title"] = str(each.get("const", KINDS.get(each.get("type", ""), "Value")))
     for each in (schema, *fields.values()):
         if "description" in each:
-            text = each["description"].partition(f"\n{OPTIONS_HEADING}\n")[0]
+            text = summary_of(each["description"])
             each["description"] = " ".join(text.replace("`", "").split())
+
+
+def summary_of(text: str) -> str:
+    """Return a docstring without its example and options."""
+    headings = f"\n(?:{EXAMPLE_HEADING}|{OPTIONS_HEADING})\n"
+    return re.split(headings, inspect.cleandoc(text))[0].strip()
 
 
 def title_of(name: str, model: type[BaseModel]) -> str:

@@ -52,7 +52,18 @@ Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
 
 @exported_by("prefect_torch_ddp")
 class Params(BaseModel):
-    """The base of all parameter models: frozen, and an unknown name is an error."""
+    """The base of all parameter models: frozen, and an unknown name is an error.
+
+    Example:
+        The options of your own workload:
+
+            from prefect_torch_ddp import Params, read_options
+
+            class Options(Params):
+                lr: float = 0.1
+
+            print(read_options(Options, {"lr": 0.5}).lr)
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=arrange
@@ -78,7 +89,19 @@ class Params(BaseModel):
 
 @exported_by("prefect_torch_ddp")
 class GangOptions(TypedDict, total=False):
-    """Options of a gang by keyword, as `run_gang` and `ddp_task` take them and explain them."""
+    """Options of a gang by keyword, as `run_gang` and `ddp_task` take them and explain them.
+
+    Example:
+        A function of yours that hands its options on:
+
+            from typing import Any, Unpack
+            from distributed import Client
+            from prefect_torch_ddp import GangOptions, run_gang
+
+            def run_patiently(client: Client, fn: Any, **options: Unpack[GangOptions]) -> list[Any]:
+                options.setdefault("workers_timeout_s", 3600)
+                return run_gang(client, fn, **options)
+    """
 
     ranks_per_worker: int | None
     backend: Backend
@@ -199,7 +222,16 @@ COUNTED_INTERVALS = {"every_steps": "step", "every_epochs": "epoch"}
 
 @exported_by("prefect_torch_ddp")
 class CheckpointParams(Params):
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written and which are kept.
+
+    Example:
+        A checkpoint for each epoch; the last two and the best three are kept:
+
+            from prefect_torch_ddp import CheckpointParams, TrainParams
+
+            often = CheckpointParams(every_epochs=1, keep_best=3, best_metric="validation_accuracy")
+            params = TrainParams(checkpoint=often)
+    """
 
     every_s: Seconds | Literal["auto"] | None = "auto"
     """Seconds between two checkpoints. auto: so often that they cost at most 1 % of the time, which
@@ -286,7 +318,15 @@ class ContextParams(GangParams):
 
 @exported_by("prefect_torch_ddp")
 class ClusterParams(Params):
-    """Which Dask cluster trains; by default a local one that lives as long as the run."""
+    """Which Dask cluster trains; by default a local one that lives as long as the run.
+
+    Example:
+        Train on a cluster that already runs:
+
+            from prefect_torch_ddp import ClusterParams, TrainParams
+
+            params = TrainParams(cluster=ClusterParams(address="tcp://10.0.0.1:8786"))
+    """
 
     address: str | None = None
     """Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class."""
@@ -326,7 +366,21 @@ def _module_name(value: object) -> object:
 
 @exported_by("prefect_torch_ddp")
 class TrainParams(ContextParams):
-    """All parameters of a run of train-ddp."""
+    """All parameters of a run of train-ddp.
+
+    Example:
+        Four ranks that start from the last unfinished run:
+
+            from prefect_torch_ddp import TrainParams
+
+            params = TrainParams(
+                workload="prefect_torch_ddp.examples.digits",
+                world_size=4,
+                storage="s3://bucket/prefix",
+                options={"epochs": 20, "lr": 0.01},
+                resume_from="latest",
+            )
+    """
 
     # What people touch comes first; the form has no groups but models within models.
     first_in_form: ClassVar[tuple[str, ...]] = (

@@ -55,7 +55,14 @@ def _html(value: str) -> str:
 
 @exported_by("prefect_torch_ddp")
 class DatasetReport(Result):
-    """What prepare wrote."""
+    """What prepare wrote.
+
+    Example:
+        The size of the prepared data, from the report of `train_flow`:
+
+            data = report.dataset
+            print(f"{data.num_files} files, {data.num_bytes / 1e6:.1f} MB in {data.uri}")
+    """
 
     dataset_id: str
     """Digest of the workload's prepare, its options and its source version: the same id, the
@@ -69,7 +76,14 @@ class DatasetReport(Result):
 
 @exported_by("prefect_torch_ddp")
 class ClassScore(Result):
-    """How well one class was distinguished from the others."""
+    """How well one class was distinguished from the others.
+
+    Example:
+        The class that is recognised worst:
+
+            worst = min(report.evaluation.classes, key=lambda score: score.f1)
+            print(worst.name, worst.precision, worst.recall, worst.support)
+    """
 
     name: str
     precision: float
@@ -81,7 +95,14 @@ class ClassScore(Result):
 
 @exported_by("prefect_torch_ddp")
 class WorstSample(Result):
-    """A sample with one of the highest losses."""
+    """A sample with one of the highest losses.
+
+    Example:
+        The images on which the model is worst:
+
+            for sample in report.evaluation.worst_samples:
+                print(sample.loss, f"{sample.true} was taken for {sample.predicted}")
+    """
 
     loss: float | None
     """None if it was nan or infinite; such samples come first."""
@@ -96,7 +117,16 @@ class WorstSample(Result):
 
 @exported_by("prefect_torch_ddp")
 class Report(Result):
-    """What evaluate found, exact over the whole split and equal on every rank."""
+    """What evaluate found, exact over the whole split and equal on every rank.
+
+    Example:
+        What `evaluate` returns, if you measure by yourself:
+
+            from prefect_torch_ddp import Report
+
+            scores = Report(num_samples=360, accuracy=0.98, metrics={"top5": 0.999})
+            print(scores.score)  # accuracy 0.98, top5 0.999 on 360 samples
+    """
 
     num_samples: int
     accuracy: float | None = None
@@ -135,7 +165,14 @@ class Report(Result):
 
 @exported_by("prefect_torch_ddp")
 class EpochRow(Result):
-    """One epoch of training: every metric averaged over all samples of all ranks."""
+    """One epoch of training: every metric averaged over all samples of all ranks.
+
+    Example:
+        The loss of each epoch:
+
+            for row in report.epochs:
+                print(row.epoch, row.metrics["loss"])
+    """
 
     epoch: int
     """Counts from 1."""
@@ -146,7 +183,13 @@ class EpochRow(Result):
 
 @exported_by("prefect_torch_ddp")
 class CheckpointRef(Result):
-    """A committed checkpoint."""
+    """A committed checkpoint.
+
+    Example:
+        The checkpoint that was evaluated:
+
+            print(report.checkpoint.step, report.checkpoint.metrics, report.checkpoint.uri)
+    """
 
     step: int
     attempt: int
@@ -157,7 +200,14 @@ class CheckpointRef(Result):
 
 @exported_by("prefect_torch_ddp")
 class FailedAttempt(Result):
-    """A failed attempt that was followed by another one."""
+    """A failed attempt that was followed by another one.
+
+    Example:
+        Why a training was restarted:
+
+            for failure in report.training.failures:
+                print(f"attempt {failure.attempt} failed in step {failure.step}: {failure.summary}")
+    """
 
     attempt: int
     world_size: int
@@ -169,7 +219,14 @@ class FailedAttempt(Result):
 
 @exported_by("prefect_torch_ddp")
 class TrainingSummary(Result):
-    """What the train task returns."""
+    """What the train task returns.
+
+    Example:
+        Seconds for each epoch, and the value that `train` returned:
+
+            training = report.training
+            print(training.duration_s / training.num_epochs, training.value)
+    """
 
     run_id: str
     attempt: int
@@ -200,7 +257,17 @@ class TrainingSummary(Result):
 
 @exported_by("prefect_torch_ddp")
 class EpochLedger(Result):
-    """What the ledger holds of one epoch."""
+    """What the ledger holds of one epoch.
+
+    Example:
+        The samples that an epoch lacks or repeats:
+
+            from prefect_torch_ddp import read_ledger
+
+            for epoch in read_ledger("runs", run_id).epochs:
+                if not epoch.is_clean:
+                    print(epoch.epoch, epoch.missing, epoch.repeated)
+    """
 
     epoch: int
     """Counts from 1."""
@@ -268,7 +335,17 @@ class EpochLedger(Result):
 
 @exported_by("prefect_torch_ddp")
 class LedgerReport(Result):
-    """The result of checking a run's ledger: which samples it trained on."""
+    """The result of checking a run's ledger: which samples it trained on.
+
+    Example:
+        Was each sample used once in each epoch?
+
+            from prefect_torch_ddp import read_ledger
+
+            ledger = read_ledger("runs", run_id)
+            print(ledger.is_clean)
+            print(ledger)  # epoch 1: 1,294 samples, each once
+    """
 
     run_id: str
     epochs: tuple[EpochLedger, ...]
@@ -292,6 +369,14 @@ class Goodput(Result):
     """Where a training's wall time went, in seconds, over all its attempts.
 
     The parts are measured on the rank that the others wait for. They add up to `wall_s`.
+
+    Example:
+        What share of the time went into steps, and what failures cost:
+
+            from prefect_torch_ddp import read_goodput
+
+            goodput = read_goodput("runs", run_id)
+            print(f"{goodput.share:.0%} of {goodput.wall_s:.0f} s, {goodput.redone_s:.0f} s redone")
     """
 
     run_id: str
@@ -331,7 +416,13 @@ class Goodput(Result):
 
 @exported_by("prefect_torch_ddp")
 class TrainReport(Result):
-    """What train_flow returns."""
+    """What train_flow returns.
+
+    Example:
+        The scores, and the weights for plain PyTorch:
+
+            print(report.evaluation.accuracy, report.model_uri)
+    """
 
     run_id: str
     flow_run_url: str | None

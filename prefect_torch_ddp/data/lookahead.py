@@ -26,15 +26,21 @@ class Ahead(list[int]):
 class LookAhead(Sampler[list[int]]):
     """A batch sampler that tells each loader process which batches it gets next.
 
-        sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False)
-        loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, 2), num_workers=2)
-
     A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further
     on. Datasets that don't look ahead see plain lists. `RankContext.loader` does so by itself.
 
     Args:
         batch_sampler: yields lists of indices.
         num_workers: the DataLoader's.
+
+    Example:
+        With your own DataLoader; `ctx.loader` does this by itself:
+
+            from prefect_torch_ddp.data import LookAhead
+            from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+            sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False)
+            loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, 2), num_workers=2)
     """
 
     def __init__(self, batch_sampler: Iterable[Sequence[int]], num_workers: int) -> None:

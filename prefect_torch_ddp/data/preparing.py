@@ -25,6 +25,14 @@ def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]
 
     Raises:
         StorageError: a file can't be listed or read.
+
+    Example:
+        In `prepare`, copy the files of a folder:
+
+            from prefect_torch_ddp.data import read_files
+
+            for name, content in read_files(ctx.source, "cat/"):
+                (ctx.data / name.replace("/", "_")).write_bytes(content)
     """
     listed = iter(source.list_objects(prefix))
     while parts := [
@@ -52,6 +60,15 @@ def seeded_split(
 
     Raises:
         InvalidParamsError: no such split is possible.
+
+    Example:
+        Hold out a fifth of each class:
+
+            from prefect_torch_ddp.data import seeded_split
+
+            labels = ["cat"] * 50 + ["dog"] * 50
+            train, test = seeded_split(len(labels), held_out=0.2, seed=0, targets=labels)
+            print(len(train), len(test))  # 80 20
     """
     if num_samples < MIN_SAMPLES:
         msg = f"{num_samples} samples can't be split in two; at least {MIN_SAMPLES} are needed"

@@ -29,6 +29,21 @@ class Sharded(Protocol):
 
     They are equal on all ranks. An attribute `shuffle_buffer` may say how many samples are
     shuffled among one another, and are in memory for it.
+
+    Example:
+        Samples in two shards, which could be files:
+
+            class Numbers:
+                def shards(self):
+                    return [0, 100]
+
+                def num_samples(self, shard):
+                    return 100
+
+                def iter_shard(self, shard):
+                    yield from range(shard, shard + 100)
+
+            loader = ctx.loader(Numbers(), global_batch_size=10)
     """
 
     def shards(self) -> Sequence[Any]:

@@ -45,6 +45,15 @@ def warm(
     Raises:
         InvalidParamsError: the client isn't synchronous or isn't connected, or `preload` names one
             of your own modules.
+
+    Example:
+        Load torch on the workers while you prepare the data:
+
+            from prefect_torch_ddp import run_gang, warm
+
+            warm(client)
+            prepare_data()
+            run_gang(client, fn, world_size=2)
     """
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]

@@ -24,13 +24,36 @@ class GangEvent:
     has `step` and `epoch`. Others are `Waiting`, `AttemptBegan`, `CheckpointCommitted`,
     `FunctionEnded`, `RankReturned`, `RankStopped`, `RankStack`, `RankFailure`, `FailureRecord` and
     `RecordsLeft`. Later versions may add others.
+
+    Example:
+        Print the lines of the ranks:
+
+            from prefect_torch_ddp import GangEvent, run_gang
+
+            def show(event: GangEvent) -> None:
+                if type(event).__name__ == "LogLine":
+                    print(vars(event)["rank"], vars(event)["text"])
+
+            run_gang(client, fn, world_size=2, on_event=show)
     """
 
 
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class RankFailure(GangEvent):
-    """How one rank failed, as a value."""
+    """How one rank failed, as a value.
+
+    Example:
+        What is known of the rank that failed first:
+
+            from prefect_torch_ddp import RankFailedError, run_gang
+
+            try:
+                run_gang(client, "math:sqrt", (-1,), world_size=2)
+            except RankFailedError as error:
+                first = error.failure
+                print(first.kind, first.summary, first.step, first.stderr_tail)
+    """
 
     rank: int
     host: str
@@ -84,7 +107,18 @@ class FailureRecord(GangEvent):
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class Hang:
-    """How a gang hung, as a value."""
+    """How a gang hung, as a value.
+
+    Example:
+        Who was late, and in which step:
+
+            from prefect_torch_ddp import GangHungError, run_gang
+
+            try:
+                run_gang(client, fn, world_size=2, progress_timeout_s=60)
+            except GangHungError as error:
+                print(error.hang.summary, error.hang.step)
+    """
 
     summary: str
     """One line for people: who did not arrive, where it is, and who waits for it."""

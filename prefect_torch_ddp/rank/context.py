@@ -638,5 +638,14 @@ def current_context() -> RankContext | None:
 
     Use it in code that isn't passed a context, such as a script that runs both as a `ddp_script`
     and under torchrun.
+
+    Example:
+        Log from rank 0, with and without a gang:
+
+            from prefect_torch_ddp import current_context
+
+            ctx = current_context()
+            if ctx is None or ctx.rank == 0:
+                print("begins")
     """
     return _entered[-1] if _entered else None

@@ -198,5 +198,14 @@ def report_progress() -> None:
 
     A call takes less than a microsecond. After a rank's first call, its gang must keep making
     progress if `progress_timeout_s` is set. Outside of a gang it does nothing.
+
+    Example:
+        In a function that `run_gang` runs with `progress_timeout_s`:
+
+            from prefect_torch_ddp import report_progress
+
+            for images, labels in loader:
+                model(images)
+                report_progress()
     """
     _link.heartbeat.progress()

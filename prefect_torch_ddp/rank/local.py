@@ -19,7 +19,20 @@ from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 @exported_by("prefect_torch_ddp")
 class LocalOptions(TypedDict, total=False):
-    """Keyword arguments of `RankContext.local`."""
+    """Keyword arguments of `RankContext.local`.
+
+    Example:
+        A helper for your tests:
+
+            from typing import Unpack
+            from prefect_torch_ddp import LocalOptions, RankContext
+
+            def small_context(**chosen: Unpack[LocalOptions]) -> RankContext:
+                return RankContext.local(options={"epochs": 1}, **chosen)
+
+            with small_context(ledger=True) as ctx:
+                print(ctx.world_size)
+    """
 
     run_id: str
     """Name of the run's folder; with the same name the run resumes. Default: "local"."""

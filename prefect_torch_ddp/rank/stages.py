@@ -104,6 +104,18 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     Raises:
         InvalidParamsError: an option is unknown, missing or out of its limits. The message names
             it and lists the known options.
+
+    Example:
+        In a workload:
+
+            from prefect_torch_ddp import Params, read_options
+
+            class Options(Params):
+                epochs: int = 10
+                lr: float = 0.1
+
+            options = read_options(Options, ctx.options)
+            print(options.epochs, options.lr)
     """
     try:
         return model.model_validate(dict(options))

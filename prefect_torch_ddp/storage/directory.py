@@ -73,6 +73,15 @@ class DirectoryStorage(Storage):
 
     Links are followed only within the root, and never listed. `read_many` and `list_objects`, with
     which datasets are read, follow all links.
+
+    Example:
+        The runs in a folder:
+
+            from pathlib import Path
+            from prefect_torch_ddp import DirectoryStorage
+
+            storage = DirectoryStorage(Path("runs"))
+            print({found.key.split("/")[1] for found in storage.list("runs/")})
     """
 
     root: Path

@@ -22,6 +22,13 @@ def check_key(key: str) -> str:
     """Return a key that every storage can hold and that can't leave its root, as it is.
 
     `BadKeyError` says what is wrong with any other.
+
+    Example:
+        In your own `Storage`, before a key becomes a path:
+
+            from prefect_torch_ddp import check_key
+
+            print(check_key("results/scores.csv"))
     """
     if (fault := _fault(key)) is not None:
         msg = f"{_shown(key)} can't be the key of an object: {fault}; write it like folder/name"
@@ -31,7 +38,15 @@ def check_key(key: str) -> str:
 
 @exported_by("prefect_torch_ddp")
 def check_prefix(prefix: str) -> str:
-    """Return the prefix as it is, or raise `BadKeyError` if no key can begin with it."""
+    """Return the prefix as it is, or raise `BadKeyError` if no key can begin with it.
+
+    Example:
+        In the `list` of your own `Storage`:
+
+            from prefect_torch_ddp import check_prefix
+
+            print(check_prefix("results/"))
+    """
     if (fault := _fault(f"{prefix}x")) is not None:
         msg = f"no key can begin with {_shown(prefix)}: {fault}; write it like folder/"
         raise BadKeyError(msg)

@@ -29,7 +29,16 @@ CHANGED = (
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class StoredObject:
-    """One object as `Storage.list` shows it."""
+    """One object as `Storage.list` shows it.
+
+    Example:
+        How much a run has stored:
+
+            from prefect_torch_ddp import storage_from_uri
+
+            storage = storage_from_uri("runs")
+            print(sum(found.num_bytes for found in storage.list(f"runs/{run_id}/")))
+    """
 
     key: str
     """Relative to the storage's root, with forward slashes."""
@@ -39,7 +48,14 @@ class StoredObject:
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """One object as datasets list it."""
+    """One object as datasets list it.
+
+    Example:
+        The files of a source:
+
+            for each in ctx.source.list_objects(""):
+                print(each.key, each.num_bytes)
+    """
 
     key: str
     """Relative to the storage's root; any name that is found there (`cats/`, `a//b`)."""
@@ -51,7 +67,17 @@ class ListedObject:
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True, slots=True)
 class ObjectPart:
-    """What is to be read: an object, or a range of one."""
+    """What is to be read: an object, or a range of one.
+
+    Example:
+        The first 8 bytes of a file:
+
+            from prefect_torch_ddp import ObjectPart, storage_from_uri
+
+            storage = storage_from_uri("notes")
+            storage.write("b.txt", b"the first and the rest")
+            print(storage.read_many([ObjectPart("b.txt", 8, start=0)]))  # [b'the firs']
+    """
 
     key: str
     num_bytes: int
@@ -71,6 +97,11 @@ class Readable(ABC):
     """A source of a dataset: a storage, or a layer in front of one, such as a cache.
 
     Any name that a listing returns can be read.
+
+    Example:
+        Count the files of a run's source, wherever it is:
+
+            print(ctx.source.uri, sum(1 for _ in ctx.source.list_objects("")))
     """
 
     @property
@@ -123,6 +154,15 @@ class Storage(Readable):
 
     It is a base class and no typing.Protocol, so that a question can be added with an answer for
     storages that others wrote.
+
+    Example:
+        Write an object that only one of several processes may write:
+
+            from prefect_torch_ddp import storage_from_uri
+
+            storage = storage_from_uri("notes")
+            if storage.write_if_absent("owner.txt", b"me"):
+                print("mine:", storage.read("owner.txt"))
     """
 
     @abstractmethod

@@ -43,7 +43,18 @@ RankFunction = Callable[Concatenate[RankContext, P], R]
 
 @exported_by("prefect_torch_ddp")
 class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
-    """Options of `ddp_task` by keyword, which it explains, and Prefect's task options."""
+    """Options of `ddp_task` by keyword, which it explains, and Prefect's task options.
+
+    Example:
+        A decorator of yours with another default:
+
+            from typing import Any, Unpack
+            from prefect_torch_ddp import DdpTaskOptions, ddp_task
+
+            def patient_task(fn: Any, **options: Unpack[DdpTaskOptions]) -> Any:
+                options.setdefault("retries", 3)
+                return ddp_task(fn, **options)
+    """
 
     world_size: int | None
     run_key: str | None

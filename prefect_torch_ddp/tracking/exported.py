@@ -78,7 +78,7 @@ def export_records(  # noqa: PLR0913 - all but where to have defaults
 
             from prefect_torch_ddp import export_records
 
-            export_records("runs", "calm-otter-6c91e4f2a0b7", "out", follow=True, idle_s=3600)
+            export_records("runs", run_id, "out", follow=True, idle_s=3600)
     """
     write = _writers(formats)
     if idle_s is not None and not idle_s > 0:

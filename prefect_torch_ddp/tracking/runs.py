@@ -58,7 +58,7 @@ def read_metrics(
 
             from prefect_torch_ddp import read_metrics
 
-            metrics = read_metrics("s3://bucket/prefix", run_id)
+            metrics = read_metrics("runs", run_id)
             metrics.groupby("epoch").loss.mean()
     """
     if by not in ("record", "step"):
@@ -85,6 +85,13 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     Raises:
         InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
+
+    Example:
+        Was each sample used once in each epoch?
+
+            from prefect_torch_ddp import read_ledger
+
+            print(read_ledger("runs", run_id).is_clean)
     """
     where = storage_of(storage)
     found = ledger.read_ledger(where, run_id)
@@ -107,6 +114,14 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     Raises:
         InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
+
+    Example:
+        How much of a night was lost to failures:
+
+            from prefect_torch_ddp import read_goodput
+
+            goodput = read_goodput("runs", run_id)
+            print(goodput.redone_s + goodput.queueing_s, "of", goodput.wall_s, "s")
     """
     where = storage_of(storage)
     found = goodput_so_far(where, run_id)
@@ -147,7 +162,7 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
 
             from prefect_torch_ddp import list_runs
 
-            runs = list_runs("~/prefect-torch-ddp")
+            runs = list_runs("runs")
             runs[runs.state == "completed"].groupby("experiment").accuracy.max()
     """
     pd = import_pandas("list_runs")
@@ -175,6 +190,14 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
     Raises:
         InvalidParamsError: there is no such run, the two are the same, or pandas isn't installed.
         StorageError: the storage can't be read.
+
+    Example:
+        What differs between the last two runs:
+
+            from prefect_torch_ddp import compare_runs, list_runs
+
+            newest, before = list_runs("runs").run_id[:2]
+            print(compare_runs("runs", before, newest))
     """
     pd, where = import_pandas("compare_runs"), storage_of(storage)
     if a == b:
@@ -206,6 +229,13 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
         BadKeyError: the path leads outside of the results.
         ObjectNotFoundError: no attempt saved it. The message names the files that exist.
         StorageError: the storage can't be read.
+
+    Example:
+        A file that rank 0 wrote by `ctx.save("predictions.csv", data)`:
+
+            from prefect_torch_ddp import read_result
+
+            print(read_result("runs", run_id, "predictions.csv").decode())
     """
     return attempts.read_result(storage_of(storage), run_id, path)
 

@@ -1,8 +1,11 @@
 """A run that resumed once, as pages show it, and what tests read off a page."""
 
+import inspect
 import math
 import re
+import textwrap
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.run_record import RunRecord
@@ -119,3 +122,11 @@ def without_code(markdown: str) -> str:
     outside = re.sub(r"^(```+).*?^\1$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     outside = re.sub(r"(?<![`\\])(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
     return re.sub(r"!\[[\w ]+\]\(data:image/svg\+xml;base64,[\w+/=]+\)", "", outside)
+
+
+def example_of(value: Any) -> str:
+    """Return the program in a docstring; empty if there is none."""
+    _, _, example = str(inspect.getdoc(value)).partition("\nExample:\n")
+    own = re.split(r"^(?=\S)", example, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line for line in own.splitlines() if not line.strip() or line.startswith(" " * 8)]
+    return textwrap.dedent("\n".join(lines))

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,8 +15,14 @@ import prefect_torch_ddp.data
 from prefect_torch_ddp import (
     CheckpointParams,
     ClusterParams,
+    GangCancelledError,
+    GangHungError,
+    Hang,
     Params,
+    RankFailedError,
+    RankFailure,
     TrainParams,
+    WorkerLostError,
     ddp_task,
     run_gang,
 )
@@ -42,6 +47,7 @@ from prefect_torch_ddp.results import (
     TrainingSummary,
 )
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
+from tests.support.pages import example_of
 
 ROOT = Path(__file__).parents[2]
 README, FAULTS, SECURITY = (
@@ -95,25 +101,44 @@ def _documented() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "value"), [*_documented()])
 def test_every_public_name_is_documented(name: str, value: Any) -> None:
-    """It has a docstring; an example in it is Python whose public names and options exist."""
-    text = inspect.getdoc(value)
-    assert text, name
-    _, _, example = text.partition("\nExample:\n")
-    own = re.split(r"^(?=\S)", example, maxsplit=1, flags=re.MULTILINE)[0]
-    lines = [line for line in own.splitlines() if not line.strip() or line.startswith(" " * 8)]
-    _check_example(textwrap.dedent("\n".join(lines)))
+    """It has a docstring. If that has an example, its public names and options exist."""
+    assert inspect.getdoc(value), name
+    _check_example(example_of(value))
 
 
-MOST_USED = (
-    *("run_gang", "ddp_task", "train_flow", "RankContext", "ddp_script", "read_metrics"),
-    *("list_runs", "ClassificationMeter", "storage_from_uri", "image_folder"),
-)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_an_example_that_uses_it(name: str) -> None:
+    """`help` shows a program with the name itself, or with a value of that type."""
+    example = example_of(NAMES[name])
+    assert name in example or name in SHOWN_AS, name
+    assert SHOWN_AS.get(name, name) in example
 
 
-@pytest.mark.parametrize("name", MOST_USED)
-def test_what_is_used_most_has_an_example(name: str) -> None:
-    """`help` of the ten names that most programs use shows how."""
-    assert "\nExample:\n" in str(inspect.getdoc(NAMES[name]))
+SHOWN_AS = {
+    "RankContext": "ctx.",
+    **dict.fromkeys(("DatasetReport", "EpochRow", "CheckpointRef", "FailedAttempt"), "report."),
+    **dict.fromkeys(("ClassScore", "WorstSample", "TrainingSummary"), "report."),
+    "EpochLedger": "epoch.",
+    "LedgerReport": "ledger.",
+    "Goodput": "goodput.",
+    "TrainReport": "report.",
+    "RankFailure": "error.failure",
+    "Hang": "error.hang",
+    "StoredObject": "found.",
+    "ListedObject": "each.",
+    "Readable": "ctx.source.",
+    "Storage": "storage.",
+    "Sharded": "ctx.loader(",
+}
+"""Types that programs get as values, and how an example has one."""
+
+ERRORS = {
+    "RankFailedError": RankFailedError(RankFailure(0, "a", 1, "exit", "left"), 1),
+    "GangHungError": GangHungError(Hang("late", (0,), ("a",), 1), 1),
+    "WorkerLostError": WorkerLostError("gone", 3),
+    "GangCancelledError": GangCancelledError("cancelled"),
+}
+"""An error of each class that has attributes."""
 
 
 def _check_example(code: str) -> None:
@@ -123,6 +148,11 @@ def _check_example(code: str) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
             given = {keyword.arg for keyword in node.keywords if keyword.arg}
             assert not _unknown(given, NAMES[node.func.id]), ast.unparse(node)
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            error = ERRORS.get(ast.unparse(node.type or node), Exception())
+            for used in ast.walk(node):
+                if isinstance(used, ast.Attribute) and ast.unparse(used.value) == node.name:
+                    assert hasattr(error, used.attr), ast.unparse(used)
 
 
 def _unknown(given: set[str], value: Any) -> set[str]:

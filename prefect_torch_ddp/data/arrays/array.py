@@ -40,11 +40,6 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 ) -> "Arrays":
     """Return Zarr, .npy or xarray as a dataset for `ctx.loader`.
 
-        weather = array("s3://climate/era5.zarr", ["t2m", "z500"], window={"time": 6},
-                        patch={"lat": 64, "lon": 64})
-        for batch in ctx.steps(ctx.loader(weather, global_batch_size=64), epochs=5):
-            history, future = batch["t2m"][:, :5], batch["t2m"][:, 5]
-
     A sample is one position of the first dimension, with all of the other dimensions. A dimension
     in `window` or `patch` is in each sample, with so many positions. A batch is a tensor [samples,
     ...] of a single array, else a dict of tensors by variable; the dimensions keep their order.
@@ -89,6 +84,16 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             such array, variable or sample; a chunk is missing; values can't be tensors; there
             are no statistics.
         StorageError: it can't be read.
+
+    Example:
+        Six hours of 64 x 64 points, of which the last is to be forecast:
+
+            from prefect_torch_ddp.data import array
+
+            area = {"lat": 64, "lon": 64}
+            weather = array(ctx.data, ["t2m", "z500"], window={"time": 6}, patch=area)
+            for batch in ctx.steps(ctx.loader(weather, global_batch_size=64), epochs=5):
+                history, future = batch["t2m"][:, :5], batch["t2m"][:, 5]
     """
     _check(nan, missing)
     # They load what they need of zarr and xarray.

@@ -43,6 +43,14 @@ class CachedReads(Readable):
     verified again, by a SHA-256. A damaged file is fetched again, with a warning. Objects
     without an ETag aren't kept, since nobody could tell whether they changed. If the folder
     can't be used, or the disk is full, reading continues without it, with one warning a process.
+
+    Example:
+        Keep up to 50 GB of the images on a local disk:
+
+            from pathlib import Path
+            from prefect_torch_ddp.data import CachedReads, S3ImageFolder
+
+            images = S3ImageFolder(CachedReads(ctx.source, Path("cache"), max_bytes=50 * 10**9))
     """
 
     storage: Readable

@@ -39,10 +39,6 @@ def pil_loader(file: BinaryIO) -> Image.Image:
 class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no types
     """Images in folders of a bucket, named `<class>/<name>.jpg`, as torchvision's `ImageFolder`.
 
-        dataset = S3ImageFolder("s3://bucket/images/train", transform)
-        loader = ctx.loader(dataset, global_batch_size=64, num_workers=2)
-        for images, labels in ctx.steps(loader, epochs=5): ...
-
     All images of a batch are read concurrently, over up to 32 connections, while the previous batch
     is used. `ctx.loader` does that; with your own DataLoader use `data.LookAhead`. Each object is
     one request. It is retried by the storage's rules and compared with the listing. You may use the
@@ -72,6 +68,14 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             dataset.
         NoImagesError: there is no class folder, or a class has no images.
         StorageError: the images can't be listed.
+
+    Example:
+        In `train`, with a `transform` that gives tensors:
+
+            from prefect_torch_ddp.data import S3ImageFolder
+
+            images = S3ImageFolder("s3://bucket/images/train", transform=to_tensor)
+            loader = ctx.loader(images, global_batch_size=64, num_workers=2)
     """
 
     extensions = EXTENSIONS

@@ -93,6 +93,14 @@ def write_index(source: Readable, folder: str | Path) -> int:
 
     Raises:
         StorageError: it can't be listed.
+
+    Example:
+        List in `prepare`, so that no training has to:
+
+            from prefect_torch_ddp.data import S3ImageFolder, write_index
+
+            write_index(ctx.source, ctx.data)
+            images = S3ImageFolder(ctx.source, index=ctx.data)
     """
     rows = map(_row, list_dataset(source))
     with (Path(folder) / INDEX_NAME).open("wb") as file:

@@ -35,9 +35,6 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 ) -> "Table":
     """Return Parquet files as a dataset for `ctx.loader`.
 
-        rows = table(ctx.data, features=["age", "income"], target="bought")
-        for x, y in ctx.steps(ctx.loader(rows, global_batch_size=1024), epochs=5): ...
-
     By default a batch is a dict of tensors [rows] by column. With `features` and `target` a batch
     is (x, y): x is float32 [rows, features]; y is [rows] for one target and [rows, targets] for
     several. y is int64 for integers, booleans and categories, and float32 for floats. With
@@ -77,6 +74,15 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
             or no row; files disagree on a column's type; or a column can't become a tensor
             (nested, decimal, temporal, binary). Names the file and the column.
         StorageError: a file can't be read, or isn't Parquet.
+
+    Example:
+        Batches (x, y) of Parquet files that `prepare` wrote:
+
+            from prefect_torch_ddp.data import table
+
+            rows = table(ctx.data, features=["age", "income"], target="bought")
+            for x, y in ctx.steps(ctx.loader(rows, global_batch_size=1024), epochs=5):
+                print(x.shape, y.shape)
     """
     _require_pyarrow()
     # They load pyarrow.

@@ -48,7 +48,7 @@ class ClassificationMeter:
             meter = ClassificationMeter(["cat", "dog"])
             for images, targets in loader:
                 meter.update(model(images), targets)
-            return meter.report()
+            report = meter.report()
     """
 
     def __init__(self, class_names: Sequence[str]) -> None:

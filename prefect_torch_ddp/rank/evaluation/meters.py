@@ -25,6 +25,16 @@ class RegressionMeter:
     """Measure errors on this rank; combine them exactly over all ranks.
 
     Only `report` communicates, so ranks may update any number of times, also never.
+
+    Example:
+        In `evaluate`, each rank with its share of the held-out data:
+
+            from prefect_torch_ddp import RegressionMeter
+
+            meter = RegressionMeter()
+            for inputs, targets in held_out:
+                meter.update(regression(inputs), targets)
+            print(meter.report().metrics["rmse"])
     """
 
     def __init__(self, num_outputs: int = 1) -> None:
@@ -115,6 +125,16 @@ class LanguageMeter:
 
     Every token weighs the same, however long its sequence and however many a rank has. Only
     `report` communicates, so ranks may update any number of times, also never.
+
+    Example:
+        In `evaluate`, with the next tokens as targets:
+
+            from prefect_torch_ddp import LanguageMeter
+
+            meter = LanguageMeter()
+            for tokens in texts:
+                meter.update(language_model(tokens[:, :-1]), tokens[:, 1:])
+            print(meter.report().metrics["perplexity"])
     """
 
     def __init__(self, *, ignore_index: int = -100) -> None:

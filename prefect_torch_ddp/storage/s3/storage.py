@@ -50,6 +50,14 @@ class S3Storage(S3Location, Storage):
     """A storage under a prefix of an S3 bucket; its options are those of `S3Location`.
 
     Objects are checked end to end, and written conditionally if only one writer may win.
+
+    Example:
+        A store that isn't AWS, with the credentials of the environment:
+
+            from prefect_torch_ddp import S3Storage
+
+            storage = S3Storage("bucket", "prefix", endpoint_url="https://s3.example.org")
+            print(storage.uri)  # s3://bucket/prefix
     """
 
     @classmethod
