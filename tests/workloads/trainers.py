@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from prefect_torch_ddp import RankContext, current_context
+from prefect_torch_ddp import InvalidParamsError, RankContext, current_context
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -102,6 +102,25 @@ def transformers(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) ->
 def stopped_transformers(ctx: RankContext, folder: str) -> str:
     """Train so until the sixth step, in which every rank asks for the end."""
     return transformers(ctx, folder, None, stop_at=5)
+
+
+def refused_transformers(_ctx: RankContext, folder: str, options: list[dict[str, Any]]) -> list[str]:
+    """Attach a Trainer with each of these options; return the errors."""
+    from transformers import Trainer, TrainingArguments
+
+    from prefect_torch_ddp.integrations.transformers import attach
+
+    said = []
+    for chosen in options:
+        args = TrainingArguments(output_dir=folder, report_to=[], **chosen)
+        trainer = Trainer(model=torch.nn.Linear(1, 1), args=args, train_dataset=Texts())
+        try:
+            attach(trainer)
+        except InvalidParamsError as error:
+            said.append(str(error))
+        else:
+            said.append("attached")
+    return said
 
 
 def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:

@@ -53,7 +53,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
 
 @pytest.mark.programs
 def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
-    """A Trainer stops after the step of the request, and refuses what it can't keep right."""
+    """A Trainer stops after the step of the request, with a checkpoint."""
     values = train_on(2, config_for(tmp_path, 4), trainers.stopped_transformers, str(tmp_path))
     assert [int(value.split()[0]) for value in values] == [6, 6]
     newest = list_manifests(DirectoryStorage(tmp_path), "run")[-1]
@@ -62,3 +62,27 @@ def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     own = {f"checkpoint-6/rng_state_{rank}.pth" for rank in range(2)}
     rest = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
     assert own | {f"checkpoint-6/{name}" for name in rest} <= paths
+
+
+@pytest.mark.programs
+def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
+    """The error names each option that is set, on every rank, before the first step."""
+    best: dict[str, object] = {"load_best_model_at_end": True, "save_strategy": "no"}
+    only_model: dict[str, object] = {"save_only_model": True}
+    # Without use_cpu, a Trainer that finds no GPU takes itself for the only process. FSDP isn't
+    # here: on CPUs Accelerate ignores it.
+    asked = [best, only_model, best | only_model, {}, {"use_cpu": False}]
+    options = [{"use_cpu": True, **option} for option in asked]
+    folder = str(tmp_path / "out")
+    values = train_on(2, config_for(tmp_path), trainers.refused_transformers, folder, options)
+    beginning = "attach can't keep this training right: it uses "
+    why_best = "load_best_model_at_end, whose checkpoint may be on another host"
+    why_only_model = "save_only_model, without which there is no optimizer to resume"
+    for rank, said in enumerate(values):
+        assert said == [
+            f"{beginning}{why_best}",
+            f"{beginning}{why_only_model}",
+            f"{beginning}{why_best}; {why_only_model}",
+            "attached",
+            f"{beginning}rank 0 of 1 where it is {rank} of 2; without GPUs set use_cpu=True",
+        ]
