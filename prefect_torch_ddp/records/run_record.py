@@ -240,6 +240,20 @@ def records_since(
     yield from (each for each in found if each.experiment == experiment)
 
 
+def records_below(storage: Storage, name: str, moment: datetime) -> Iterator[RunRecord]:
+    """Yield the records of runs since a moment, of experiments whose names begin with a name.
+
+    Records of experiments with similar names may be among them.
+
+    Raises:
+        NewerFormatError: one is of a newer format.
+        StorageError: the storage can't be read.
+    """
+    first = _text_of(moment)
+    found = [each for each in storage.list(_folder(name).removesuffix("/")) if _is_json(each)]
+    yield from read_records(storage, [e for e in found if e.key.rpartition("/")[2] >= first])
+
+
 def run_ids(storage: Storage) -> list[str]:
     """Return the ids of all runs that have a record, newest first; raises StorageError."""
     names = [each.key.rpartition("/")[2] for each in _stored(storage, None)]
@@ -296,7 +310,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _stored(storage: Storage, experiment: str | None) -> list[StoredObject]:
     prefix = PREFIX if experiment is None else _folder(experiment)
-    return [each for each in storage.list(prefix) if each.key.endswith(".json")]
+    return [each for each in storage.list(prefix) if _is_json(each)]
+
+
+def _is_json(stored: StoredObject) -> bool:
+    return stored.key.endswith(".json")
 
 
 def _folder(experiment: str) -> str:

@@ -26,6 +26,7 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.gangs.task_training import (
     TaskCode,
     TaskParams,
+    check_run_key,
     experiment_of_task,
     train,
 )
@@ -196,6 +197,7 @@ class GangTask(Task[P, R]):
 
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters, which make another training of a call for Prefect's cache too."""
+        check_run_key(params, inspect.signature(self.fn))
         self.params = params
         if isinstance(self.cache_policy, CachePolicy) and self.cache_policy != NO_CACHE:
             task: Any = self  # Prefect lets mypy infer a narrower type

@@ -104,7 +104,9 @@ def stopped_transformers(ctx: RankContext, folder: str) -> str:
     return transformers(ctx, folder, None, stop_at=5)
 
 
-def refused_transformers(_ctx: RankContext, folder: str, options: list[dict[str, Any]]) -> list[str]:
+def refused_transformers(
+    _ctx: RankContext, folder: str, options: list[dict[str, Any]]
+) -> list[str]:
     """Attach a Trainer with each of these options; return the errors."""
     from transformers import Trainer, TrainingArguments
 

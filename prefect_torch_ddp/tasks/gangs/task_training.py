@@ -4,15 +4,18 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 """
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.blocks import resolve_storage
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
@@ -34,6 +37,8 @@ class TaskParams(ContextParams):
     With Prefect's `persist_result=True` it doesn't run again: Prefect returns the value that it
     kept. In another process equal arguments may count as different if they are pickled by value,
     such as functions and classes of `__main__` and instances of such classes.
+    It may name arguments, as Prefect's `task_run_name` does: with `lr-{lr}` each learning rate is
+    an experiment of its own.
     None: each task run is a training of its own, which only its own retries resume."""
     process_group: ProcessGroupMode = "default"
     """default: initialised before the function runs; user: the function, or a library that it uses,
@@ -64,11 +69,13 @@ def train(
     """
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
+    # Prefect has filled in the defaults.
+    arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
+    params = with_key_of(params, arguments)
     run_id = task_run_id(context, params, call.args, call.kwargs)
     experiment = experiment_of_task(context.task.name, params, code)
     resume_from = resume_point(params, storage, run_id, experiment)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
-    arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
     draft = draft_record(
         params,
         run_id,
@@ -97,6 +104,46 @@ def train(
     ) as values:
         recorder.returned(values[0])
     return values[0]
+
+
+def check_run_key(params: TaskParams, signature: inspect.Signature) -> None:
+    """Refuse a `run_key` that names what the task has no argument for.
+
+    Raises:
+        InvalidParamsError: it does, its braces aren't closed, or there are trackers.
+    """
+    named = _named_in(params.run_key)
+    if unknown := named - signature.parameters.keys():
+        takes = ", ".join(signature.parameters) or "none"
+        msg = f"run_key={params.run_key!r} names {sorted(unknown)}; the task's arguments: {takes}"
+        raise InvalidParamsError(msg)
+    if named and params.trackers:
+        msg = (
+            f"run_key={params.run_key!r} makes an experiment of each call, and trackers are fed an "
+            f"experiment at a time: leave out trackers, and run `prefect-torch-ddp sync` later"
+        )
+        raise InvalidParamsError(msg)
+
+
+def with_key_of(params: TaskParams, arguments: Mapping[str, Any]) -> TaskParams:
+    """Return the parameters of a call whose arguments its `run_key` may name."""
+    if not _named_in(params.run_key):
+        return params
+    try:
+        key = str(params.run_key).format(**arguments)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        msg = f"run_key={params.run_key!r} can't be filled in from the call's arguments: {error}"
+        raise InvalidParamsError(msg) from error
+    return params.model_copy(update={"run_key": key})
+
+
+def _named_in(key: str | None) -> set[str]:
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(key or "") if name is not None]
+    except ValueError as error:
+        msg = f"run_key={key!r} has a brace that names no argument: {error}; write {{{{ or }}}}"
+        raise InvalidParamsError(msg) from error
+    return {re.split(r"[.\[]", name)[0] for name in fields}
 
 
 def experiment_of_task(name: str, params: TaskParams, code: TaskCode) -> str:

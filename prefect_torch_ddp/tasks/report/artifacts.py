@@ -34,9 +34,11 @@ def key(kind: str, experiment: str) -> str:
     lowercase letters, digits and dashes. A digest is added where another experiment may have the
     same short name, so that no two have one key.
     """
-    names = experiment.split("/")
+    # A task's name may have its run_key after a colon, with any characters in it.
+    whole, *run_key = experiment.split(":", maxsplit=1)
+    names = whole.split("/")
     is_ours = names[0] == FLOW and len(names) in (2, 3)
-    last = names[-1].rpartition(".")[2]
+    last = ":".join([names[-1].rpartition(".")[2], *run_key])
     others = names[1:-1] if is_ours else names[:-1]
     short = "-".join([last, *others[:1]])
     plain = re.sub(r"[^a-z0-9]+", "-", short.lower()).strip("-")

@@ -19,6 +19,8 @@ Panel = Mapping[str, Curve]
 MIN_POINTS = 3
 MAX_POINTS = 120
 """Of a curve; of 48 curves they are 80 kB of a page."""
+MAX_PALE_POINTS = 40
+"""Of a curve among up to 200 of a sweep."""
 MAX_CURVES_PER_PANEL = 4
 MEASURED_PANELS = ("learning rate", "samples/s")
 MAX_PANELS = 12
@@ -65,6 +67,23 @@ def render_curves(curves: Curves) -> str:
         drawn = _draw(title, thin, axis, marks)
         images.append(svg_image("training curves", WIDTH, HEIGHT, [drawn]))
     return "\n".join(images)
+
+
+def render_together(title: str, named: Panel, others: Sequence[Curve]) -> str:
+    """Return one panel with the curves of several runs; an empty string if they are too short.
+
+    Args:
+        title: what the curves show.
+        named: curves by their runs' names, in colours; at most as many as there are `COLOURS`.
+        others: shown pale, without a name.
+    """
+    thin = {name: downsample(curve) for name, curve in named.items() if _tells(curve)}
+    pale = [downsample(curve, MAX_PALE_POINTS) for curve in others if _tells(curve)]
+    if not thin:
+        return ""
+    steps = [step for curve in (*thin.values(), *pale) for step, _ in curve]
+    axis = _Axis.over(steps, LEFT + GAP, WIDTH - RIGHT)
+    return svg_image(title, WIDTH, HEIGHT, [_draw(title, thin, axis, (), pale)])
 
 
 def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
@@ -154,10 +173,17 @@ class _Axis:
         return {f"{i * apart:{shape}}": self.at(i * apart) for i in range(first, last + 1)}
 
 
-def _draw(title: str, panel: Panel, steps: _Axis, marks: Sequence[tuple[str, str]]) -> str:
+def _draw(
+    title: str,
+    panel: Panel,
+    steps: _Axis,
+    marks: Sequence[tuple[str, str]],
+    pale: Sequence[Curve] = (),
+) -> str:
     top = TOP + (LINE * math.ceil(len(panel) / 2) if len(panel) > 1 else 0)
     bottom = HEIGHT - BOTTOM
-    values = _Axis.over([y for curve in panel.values() for _, y in curve], bottom - GAP, top)
+    drawn = (*panel.values(), *pale)
+    values = _Axis.over([y for curve in drawn for _, y in curve], bottom - GAP, top)
     heading = title if len(panel) > 1 else next(iter(panel))
     parts = [
         _text(WIDTH / 2, 20, heading),
@@ -179,8 +205,9 @@ def _draw(title: str, panel: Panel, steps: _Axis, marks: Sequence[tuple[str, str
                 last_x = float(mark)
                 anchor = "start" if last_x < WIDTH - RIGHT - MIN_APART else "end"
                 parts.append(_text(mark, bottom - 4, words, anchor=anchor, colour=RESUMED))
+    parts += [_line("M" + _path(curve, steps, values), PALE) for curve in pale]
     for i, (colour, (name, curve)) in enumerate(zip(COLOURS, panel.items(), strict=False)):
-        points = [f"{steps.at(x)},{values.at(y)}" for x, y in curve]
+        points = _path(curve, steps, values).split("L")
         parts.append(_line("M" + "L".join(points), colour, width=1.8))
         if len(points) <= MAX_POINTS_WITH_DOTS:
             parts.append(_line("".join(f"M{point}h0" for point in points), colour, width=5))
@@ -188,6 +215,10 @@ def _draw(title: str, panel: Panel, steps: _Axis, marks: Sequence[tuple[str, str
             x, y = LEFT + i % 2 * (WIDTH - LEFT) / 2, TOP + LINE * (i // 2)
             parts.append(_text(x, y, name, anchor="start", colour=colour))
     return "".join(parts)
+
+
+def _path(curve: Curve, steps: _Axis, values: _Axis) -> str:
+    return "L".join(f"{steps.at(x)},{values.at(y)}" for x, y in curve)
 
 
 def _line(path: str, colour: str, width: float = 1.0, *, dashed: bool = False) -> str:

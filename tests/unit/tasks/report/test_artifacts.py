@@ -19,6 +19,7 @@ DIGITS = "prefect_torch_ddp.examples.digits"
         ("train-ddp/nightly/digits", "digits-nightly-DIGEST-report"),
         ("line/__main__/fit", "fit-line-DIGEST-report"),
         ("my flow/nightly/tasks.fits/fit:fold 1", "fit-fold-1-my-flow-DIGEST-report"),
+        ("cats/tasks.fits/fit:lr-0.05", "fit-lr-0-05-cats-DIGEST-report"),
         ("fit", "fit-DIGEST-report"),
         ("\xe4", "DIGEST-report"),
     ],

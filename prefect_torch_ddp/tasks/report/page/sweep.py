@@ -1,0 +1,121 @@
+"""The page of a sweep: its trials in a table, best first, and their curves together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prefect_torch_ddp.records.run_record import RunRecord, flat
+from prefect_torch_ddp.tasks.report.curves import Curve
+from prefect_torch_ddp.tasks.report.markdown import (
+    count,
+    duration,
+    join,
+    middle_cut,
+    number,
+    short,
+    table,
+)
+from prefect_torch_ddp.tasks.report.page.links import Links
+from prefect_torch_ddp.tasks.report.page.plot import COLOURS, render_together
+
+MAX_ROWS = 200
+MAX_COLUMNS = 6
+"""Of the arguments that differ."""
+MAX_LABEL = 26
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of a sweep."""
+
+    record: RunRecord
+    score: float
+    """Infinite if it has none."""
+    curves: Mapping[str, Curve]
+    """By metric."""
+
+
+def render_sweep(name: str, trials: Sequence[Trial], metric: str, links: Links) -> str:
+    """Lay out a sweep.
+
+    Args:
+        name: of the task.
+        trials: at least one; best first, those without a score last.
+        metric: by which they are compared.
+        links: where the rows lead.
+    """
+    varied = _varied(trials)
+    best = trials[0]
+    chosen = ", ".join(f"{short(each)} {_cell(_given(best), each)}" for each in varied)
+    ended = sum(trial.record.state == "completed" for trial in trials)
+    says = f"Best: {short(metric)} {number(best.score)}" + (f" with {chosen}" if chosen else "")
+    kept = f'`resume_from="{best.record.run_id}"` continues it.'
+    return join(
+        f"# Sweep of {short(name)}",
+        f"{says}. {kept} {count(ended)} of {count(len(trials))} calls were completed.",
+        _curves(trials, varied, metric),
+        _table(trials, varied, metric, links),
+        f"{count(len(trials) - MAX_ROWS)} more aren't shown." if len(trials) > MAX_ROWS else "",
+    )
+
+
+def _table(trials: Sequence[Trial], varied: Sequence[str], metric: str, links: Links) -> str:
+    rows = []
+    for trial in trials[:MAX_ROWS]:
+        record, given = trial.record, _given(trial)
+        took = "" if record.duration_s is None else duration(record.duration_s)
+        cause = f": {short(record.cause)}" if record.cause else ""
+        rows.append(
+            [
+                *(_cell(given, each) for each in varied),
+                number(trial.score) if math.isfinite(trial.score) else "",
+                f"{record.state}{cause}",
+                "" if record.num_steps is None else count(record.num_steps),
+                took,
+                links.run(record),
+            ]
+        )
+    header = [*map(short, varied), short(metric), "state", "steps", "took", "run"]
+    return table(header, rows, align="r" * (len(varied) + 1) + "lrrl")
+
+
+def _curves(trials: Sequence[Trial], varied: Sequence[str], metric: str) -> str:
+    """Draw the metric, and the first loss besides; the best trials in colours with names."""
+    losses = [each for each in trials[0].curves if "loss" in each.lower() and each != metric]
+    images = []
+    for name in (metric, *losses[:1]):
+        having = [trial for trial in trials if trial.curves.get(name)]
+        top = {_label(trial, varied): trial.curves[name] for trial in having[: len(COLOURS)]}
+        others = [trial.curves[name] for trial in having[len(COLOURS) : MAX_ROWS]]
+        images.append(render_together(name, top, others))
+    return "\n".join(filter(None, images))
+
+
+def _label(trial: Trial, varied: Sequence[str]) -> str:
+    given = _given(trial)
+    words = ", ".join(f"{each} {given.get(each, '')}" for each in varied)
+    # Of trials that differ in nothing, the id does.
+    return middle_cut(words, MAX_LABEL) if words else trial.record.run_id[-MAX_LABEL:]
+
+
+def _given(trial: Trial) -> Mapping[str, object]:
+    return dict(flat({**trial.record.options, **trial.record.arguments}))
+
+
+def _varied(trials: Sequence[Trial]) -> list[str]:
+    """Return the names of what was given to some trials and not, or not so, to others."""
+    values: dict[str, set[str]] = {}
+    for trial in trials:
+        for name in _given(trial):
+            values.setdefault(name, set())
+    for trial in trials:
+        given = _given(trial)
+        for name, seen in values.items():
+            seen.add(repr(given.get(name)))
+    names = [name for name, seen in values.items() if len(seen) > 1]
+    return names[:MAX_COLUMNS]
+
+
+def _cell(given: Mapping[str, object], name: str) -> str:
+    value = given.get(name, "")
+    return number(value) if isinstance(value, float) else short(value)

@@ -1,0 +1,120 @@
+"""One page for all calls of a `ddp_task` in a flow run: a table, the best one, their curves."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from prefect import Task
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+
+from prefect_torch_ddp.blocks import resolve_storage
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.records.run_record import RunRecord, records_below
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.ddp_task import GangTask
+from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key, ui_url
+from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.page.links import Links
+from prefect_torch_ddp.tasks.report.page.sweep import Trial, render_sweep
+from prefect_torch_ddp.tracking.description import experiment_of
+
+NUM_READERS = 8
+CLOCKS_DIFFER = timedelta(hours=1)
+"""By how much the clocks of the server and of a Dask worker may."""
+
+
+def sweep_report(
+    task: Task[..., Any], metric: str, *, mode: Literal["max", "min"]
+) -> tuple[str, dict[str, Any]]:
+    """Show all calls of a `ddp_task` in this flow run on one page, and return the best one.
+
+    Call it in the flow, after its calls of the task have ended. The page is an artifact of the flow
+    run: a table of the calls, best first, with the arguments and options that differ, and their
+    curves together. It has the calls of earlier attempts of the flow run too. A call that failed,
+    or that didn't report the metric, is never the best.
+
+    Args:
+        task: the task as it was called. Of one changed by `with_options`, pass the changed one.
+        metric: by which calls are compared: the best value if it is the `best_metric` of the
+            task's checkpoints, otherwise the last one reported.
+        mode: which of its values are better.
+
+    Returns:
+        The id of the best run, for `resume_from`, and the arguments of its call. They are from the
+        run record: an argument that isn't a plain value is replaced by a text.
+
+    Raises:
+        InvalidParamsError: it is called outside of a flow, the task isn't a `ddp_task`, or no call
+            of it has the metric.
+        StorageError: the storage can't be read.
+
+    Example:
+        Train the best one for more epochs:
+
+            from prefect.futures import wait
+            from prefect_torch_ddp import sweep_report
+
+            wait(fit.map([0.01, 0.1, 1.0], epochs=4))
+            run_id, best = sweep_report(fit, "validation_loss", mode="min")
+            longer = fit.with_options(name="fit-longer", resume_from=run_id)
+            longer(**{**best, "epochs": 8})
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        msg = "sweep_report shows the calls of a flow run, but there is none: call it in a flow"
+        raise InvalidParamsError(msg)
+    if not isinstance(task, GangTask):
+        msg = f"sweep_report takes a ddp_task, not {task!r}; pass the task that the flow called"
+        raise InvalidParamsError(msg)
+    storage = resolve_storage(task.params.storage)
+    experiment = experiment_of(task.code.module, task.name)
+    began = context.flow_run.created or datetime.now(UTC)
+    records = [
+        each
+        for each in records_below(storage, experiment, began - CLOCKS_DIFFER)
+        if each.flow_run_id == str(context.flow_run.id)
+        # Its run_key, if it has one, comes after a colon.
+        and (each.experiment == experiment or each.experiment.startswith(f"{experiment}:"))
+    ]
+    sign = -1 if mode == "max" else 1
+    records.sort(key=lambda each: (sign * _score(each, metric, mode), each.began))
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        trials = list(pool.map(lambda each: _trial(storage, each, metric, mode), records))
+    if not trials or not math.isfinite(trials[0].score):
+        raise InvalidParamsError(_why_none(task.name, metric, records))
+    page = render_sweep(task.name, trials, metric, Links(ui_url()))
+    with get_client(sync_client=True) as client:
+        writer = ArtifactWriter(client, None, context.flow_run.id)
+        writer.put("markdown", key("sweep", experiment), page, f"The calls of {task.name} together")
+    return trials[0].record.run_id, dict(trials[0].record.arguments)
+
+
+def _score(record: RunRecord, metric: str, mode: str) -> float:
+    """Return what a run is compared by; the worst value of all if it has none."""
+    is_kept_by = record.best_metric == metric
+    value = record.best_value if is_kept_by else record.metrics.get(metric)
+    if record.state == "completed" and value is not None and math.isfinite(value):
+        return value
+    return -math.inf if mode == "max" else math.inf
+
+
+def _trial(storage: Storage, record: RunRecord, metric: str, mode: str) -> Trial:
+    curves = MetricCurves(read_all_records(storage, record.run_id)).snapshot()
+    return Trial(record, _score(record, metric, mode), curves.values)
+
+
+def _why_none(name: str, metric: str, records: list[RunRecord]) -> str:
+    if not records:
+        return f"this flow run has no ended call of {name}: call it, and wait for it, before"
+    ended = [each for each in records if each.state == "completed"]
+    if not ended:
+        causes = sorted({each.cause for each in records})
+        return f"none of the {len(records)} calls of {name} was completed: {'; '.join(causes)}"
+    names = sorted({each for record in ended for each in record.metrics})
+    return (
+        f"no completed call of {name} has a finite value of {metric!r}; they reported "
+        f"{', '.join(names) or 'nothing: use ctx.report'}"
+    )
