@@ -24,7 +24,7 @@ def sync(
     ],
     storage: StorageOption = STORAGE,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Until the run has completed, or Ctrl-C.")
+        bool, typer.Option("--follow", help="Until the run has ended, or Ctrl-C.")
     ] = False,
 ) -> None:
     """Bring a tracker up to date with a run.

@@ -33,6 +33,8 @@ class FollowedRun:
         self.run_id, self.tracker = run_id, tracker
         self.is_whole = False
         """Whether the run has completed, and the tracker has all of it."""
+        self.has_failed = False
+        """Whether it failed or was cancelled, and its task isn't tried again."""
         self._storage, self._experiment = storage, experiment
         self._reader = HistoryReader(storage, run_id, experiment)
         self._synced: object = None
@@ -51,6 +53,7 @@ class FollowedRun:
             done = send_history(self._reader.read(), self.tracker)
             self._synced = now
         self.is_whole = _is_whole(record)
+        self.has_failed = record.is_over and record.state != "completed"
         return done
 
     def _state_of(self, record: RunRecord) -> object:
@@ -68,10 +71,10 @@ def follow_run(
     wait: Callable[[float], object],
     on_synced: Callable[[Synced], object],
 ) -> None:
-    """Sync whenever there is a new checkpoint or state, until the run has completed.
+    """Sync whenever there is a new checkpoint or state, until the run has ended.
 
-    A run that failed, or was cancelled, may be tried again: it is followed on. While the tracker
-    or the storage fails, it is tried again, with a warning at the first time.
+    A run that failed or was cancelled has ended if its task isn't retried; a warning says so. While
+    the tracker or the storage fails, it is tried again, with a warning at the first time.
 
     Args:
         storage: where the run is.
@@ -85,7 +88,7 @@ def follow_run(
     """
     run = FollowedRun(storage, run_id, tracker)
     is_failing = False
-    while not run.is_whole:
+    while not (run.is_whole or run.has_failed):
         try:
             if (synced := run.look()) is not None:
                 on_synced(synced)
@@ -94,8 +97,11 @@ def follow_run(
             if not is_failing:
                 logger.warning("%s; it is tried again", error)
             is_failing = True
-        if not run.is_whole:
+        if not (run.is_whole or run.has_failed):
             wait(INTERVAL_S)
+    if run.has_failed:
+        words = "run %s has ended without completing; if it is continued, sync it again"
+        logger.warning(words, run_id)
 
 
 def _is_whole(record: RunRecord) -> bool:

@@ -1,7 +1,6 @@
 """Models in MLflow's registry: a version of each model that a completed run exported, once."""
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,8 +17,6 @@ URI_TAG = "prefect_torch_ddp.model_uri"
 ON_CARD = ("file", "sha256", "num_bytes", "num_parameters", "step", "epoch", "metrics", "seed")
 """Of a card, what becomes tags of a version."""
 MAX_TAG = 5000
-
-logger = logging.getLogger(__name__)
 
 
 class RegisteredModels:
@@ -46,11 +43,13 @@ class RegisteredModels:
 
         Raises:
             StorageError: the storage can't be read.
-            TrackerError: a card is damaged.
+            TrackerError: a card is damaged, or files of a model are gone; the others were
+                registered.
             MlflowException, OSError: MLflow doesn't answer, or refuses.
         """
         if record.state != COMPLETED:
             return
+        missing = []
         for model, uri in record.model_uris.items():
             is_main = model == "model" or len(record.model_uris) == 1
             name = self._name if is_main else f"{self._name}-{model}"
@@ -59,7 +58,9 @@ class RegisteredModels:
                     self._add(name, record, run, uri)
                 except ObjectNotFoundError as error:
                     # Its run's folder may have been deleted; the record stays.
-                    logger.warning("model %s isn't registered in MLflow: %s", uri, error)
+                    missing.append(f"model {uri} isn't registered in MLflow: {error}")
+        if missing:
+            raise TrackerError("; ".join(missing))
 
     def _has(self, name: str, run_id: str, uri: str) -> bool:
         ours = f"name = '{name}' and tags.`{RUN_TAG}` = '{run_id}'"

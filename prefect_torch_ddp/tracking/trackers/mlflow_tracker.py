@@ -118,9 +118,10 @@ class MlflowTracker:
             self._put_params(record)
             self._put_evaluation(record)
             self._put_tags(record)
-            if self._models is not None:
-                self._models.register(record, self._run)
             self._put_status(record)
+            if self._models is not None:
+                # Last: it fails if a model's files are gone, and all else has been sent then.
+                self._models.register(record, self._run)
 
     def _experiment_id(self, record: RunRecord) -> str:
         # As mlflow.start_run has it: the environment's experiment, else one of our name.

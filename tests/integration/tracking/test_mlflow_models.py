@@ -75,18 +75,19 @@ def test_a_model_is_registered_once_with_its_card(
 
 
 def test_without_the_variable_nothing_is_registered(server: MlflowServer, tmp_path: Path) -> None:
-    """And a model whose files were deleted doesn't keep the rest from MLflow."""
+    """A model whose files were deleted is an error, which doesn't keep the rest from MLflow."""
     storage = copied(tmp_path / "store")
     own = with_variables(server, MLFLOW_EXPERIMENT_NAME="plain")
     sync = ["-m", "prefect_torch_ddp", "sync", RUN_ID, "--tracker", "mlflow", "--storage"]
     own.run(*sync, str(storage))
     (storage / f"runs/{RUN_ID}/models/000002/model.json").unlink()
     named = with_variables(own, MLFLOW_REGISTERED_MODEL_NAME="gone", MLFLOW_EXPERIMENT_NAME="gone")
-    named.run(*sync, str(storage))
+    said = named.run(*sync, str(storage), status=2)
+    assert f"/models/000002/model.safetensors isn't registered in MLflow: there is no" in said
     count = "import mlflow; print(len(mlflow.MlflowClient().search_model_versions()))"
     before = int(server.run("-c", count))
     assert json.loads(server.run("-c", REGISTERED, "gone")) == []
-    named.run(*sync, str(storage))
+    named.run(*sync, str(storage), status=2)
     assert int(server.run("-c", count)) == before
     run = "import mlflow; print(mlflow.search_runs(experiment_names=['gone']).status[0])"
     assert server.run("-c", run).strip() == "FINISHED"

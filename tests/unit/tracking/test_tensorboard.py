@@ -13,6 +13,7 @@ from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers import sync, tensorboard_tracker
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar
+from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
@@ -209,3 +210,24 @@ def test_a_record_that_is_damaged_is_cut_off(tmp_path: Path, offset: int) -> Non
     file.path.write_bytes(data)
     assert list(file.scalars_after(0)) == [("loss", 1)]
     assert file.path.stat().st_size == whole
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_run_is_followed_over_its_retries_and_no_longer(
+    shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    """A failure that is tried again is no end; one for good is, and a warning says so."""
+    tracker = TensorboardTracker(tmp_path)
+    say(shelf, state="failed", is_tried_again=True)
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            say(shelf, state=state, is_tried_again=False)
+
+    synced: list[sync.Synced] = []
+    follow_run(shelf, RUN, tracker, wait=wait, on_synced=synced.append)
+    assert len(waited) == 3
+    assert len(synced) == 2, "nothing was new at the second and third look"
+    assert "has ended without completing" in caplog.text
