@@ -83,7 +83,7 @@ def test_without_the_variable_nothing_is_registered(server: MlflowServer, tmp_pa
     (storage / f"runs/{RUN_ID}/models/000002/model.json").unlink()
     named = with_variables(own, MLFLOW_REGISTERED_MODEL_NAME="gone", MLFLOW_EXPERIMENT_NAME="gone")
     said = named.run(*sync, str(storage), status=2)
-    assert f"/models/000002/model.safetensors isn't registered in MLflow: there is no" in said
+    assert "/models/000002/model.safetensors isn't registered in MLflow: there is no" in said
     count = "import mlflow; print(len(mlflow.MlflowClient().search_model_versions()))"
     before = int(server.run("-c", count))
     assert json.loads(server.run("-c", REGISTERED, "gone")) == []
