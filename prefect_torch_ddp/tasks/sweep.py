@@ -11,6 +11,7 @@ from prefect.context import FlowRunContext
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.records.run_record import RunRecord, records_below
 from prefect_torch_ddp.storage.protocol import Storage
@@ -26,6 +27,7 @@ CLOCKS_DIFFER = timedelta(hours=1)
 """By how much the clocks of the server and of a Dask worker may."""
 
 
+@exported_by("prefect_torch_ddp")
 def sweep_report(
     task: Task[..., Any], metric: str, *, mode: Literal["max", "min"]
 ) -> tuple[str, dict[str, Any]]:
