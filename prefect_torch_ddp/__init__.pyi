@@ -79,7 +79,7 @@ from prefect_torch_ddp.tasks.ddp_script import ddp_script as ddp_script
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions as DdpTaskOptions
 from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task
 from prefect_torch_ddp.tasks.gangs.own_flow import gang_report as gang_report
-from prefect_torch_ddp.tasks.sweep import sweep_report as sweep_report
+from prefect_torch_ddp.tasks.sweeps.report import sweep_report as sweep_report
 from prefect_torch_ddp.tracking.exported import export_records as export_records
 from prefect_torch_ddp.tracking.runs import compare_runs as compare_runs
 from prefect_torch_ddp.tracking.runs import list_runs as list_runs

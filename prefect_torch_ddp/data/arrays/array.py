@@ -97,7 +97,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     """
     _check(nan, missing)
     # They load what they need of zarr and xarray.
-    from prefect_torch_ddp.data.arrays import axes, dataset, pieces, sources  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays import axes, dataset, pieces  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.opening import sources  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.scales import normalized  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.variables import used_positions  # noqa: PLC0415
 

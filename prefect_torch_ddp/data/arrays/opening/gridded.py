@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from prefect_torch_ddp.data.arrays.store import ListedStore
+from prefect_torch_ddp.data.arrays.opening.store import ListedStore
 from prefect_torch_ddp.data.arrays.variables import (
     Array,
     Box,

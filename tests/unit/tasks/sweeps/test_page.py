@@ -5,7 +5,7 @@ import re
 
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.plot import COLOURS, PALE
-from prefect_torch_ddp.tasks.report.page.sweep import MAX_ROWS, Trial, render_sweep
+from prefect_torch_ddp.tasks.sweeps.page import MAX_ROWS, Trial, render_sweep
 from tests.support.pages import HOSTILE, RECORD
 
 

@@ -19,7 +19,7 @@ from prefect_torch_ddp.tasks.ddp_task import GangTask
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key, ui_url
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.page.links import Links
-from prefect_torch_ddp.tasks.report.page.sweep import Trial, render_sweep
+from prefect_torch_ddp.tasks.sweeps.page import Trial, render_sweep
 from prefect_torch_ddp.tracking.description import experiment_of
 
 NUM_READERS = 8

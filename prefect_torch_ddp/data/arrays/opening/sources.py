@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_torch_ddp.data.arrays.parts import read_range
+from prefect_torch_ddp.data.arrays.opening.parts import read_range
 from prefect_torch_ddp.data.arrays.variables import Array, Box, Found, Variable, tensor_dtype
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
@@ -39,7 +39,7 @@ def open_arrays(
         return _single("the array", "values", where.shape, where.dtype, _InMemory(where))
     if type(where).__module__.partition(".")[0] == "xarray":
         require_libraries()
-        from prefect_torch_ddp.data.arrays.gridded import open_xarray  # noqa: PLC0415
+        from prefect_torch_ddp.data.arrays.opening.gridded import open_xarray  # noqa: PLC0415
 
         return open_xarray(where, variables)
     source, prefix = _location(where, storage, ways)
@@ -55,7 +55,7 @@ def open_arrays(
         msg = f"there is no Zarr array or group and no .npy file at {uri}{which}"
         raise InvalidParamsError(msg)
     require_libraries()
-    from prefect_torch_ddp.data.arrays.gridded import open_zarr  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.opening.gridded import open_zarr  # noqa: PLC0415
 
     return open_zarr(source, objects, uri, variables)
 
