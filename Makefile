@@ -78,12 +78,13 @@ clean: ## remove .venv, caches and builds; trained models stay where they are
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's packages for make integration, chaos and bench: Slurm's own daemons, and Ceph's, an S3
-# store, Postgres, a Prefect server's database, and a browser; nginx serves files in benchmarks.
+# store, Postgres, a Prefect server's database, tcsh and modules as HPC sites have them, and a
+# browser; nginx serves files in benchmarks.
 # Elsewhere than as root on Debian or Ubuntu those tests are skipped, and say what to install. None
 # of them is to run as a service of this machine: policy-rc.d is how Debian is told so.
-SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light postgresql
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light postgresql tcsh environment-modules
 BROWSER := chromium
-SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx postgres $(BROWSER)
+SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx postgres tcsh modulecmd $(BROWSER)
 POLICY := /usr/sbin/policy-rc.d
 system-packages:
 	@missing=$$(PATH="$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin | tr " " :)"; for name in $(SYSTEM_COMMANDS); do command -v $$name >/dev/null || printf '%s ' $$name; done); \

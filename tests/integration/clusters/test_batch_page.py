@@ -1,4 +1,4 @@
-"""docs/batch.md as somebody on a login node types it, on Slurm's own daemons."""
+"""The pages of batch systems as somebody on a login node types them, on Slurm's own daemons."""
 
 import os
 import re
@@ -17,7 +17,8 @@ from tests.integration.test_manual import answers, terminal
 from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, wait_until
 
-PAGE = Path(__file__).parents[3] / "docs" / "batch.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = (DOCS / "batch.md", DOCS / "batch_sites.md")
 BLOCK = re.compile(r"^```(?:yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"\A(?:#!.*\n)?# (\w+\.(?:yaml|sh))\n")
 COMMAND_S = 300
@@ -44,17 +45,17 @@ def typed(block: str, folder: Path, port: int) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
-def test_the_page_of_a_batch_system_as_it_is_typed(
+def test_the_pages_of_a_batch_system_as_they_are_typed(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Jobs of a flow, jobs of a deployment, and one job of two nodes each complete a run."""
+    """Jobs of a flow, of a deployment, of a flow in a job, and one of two nodes complete runs."""
     port, project = free_port(), tmp_path / "project"
     project.mkdir()
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     exports, said = "", {}
     with ExitStack() as terminals:
-        for found in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        for found in BLOCK.findall("".join(page.read_text("utf-8") for page in PAGES)):
             block = typed(found, tmp_path, port)
             if named := NAMED.match(block):
                 (project / named[1]).write_text(block, encoding="utf-8")
@@ -73,11 +74,13 @@ def test_the_page_of_a_batch_system_as_it_is_typed(
                 said[block.split(" ")[1]] = done.stdout
                 if "export " in block:
                     exports = block
-        wait_until(lambda: not site.job_ids() and not site.processes(), 2 * HANG_S, "the job's end")
+                if block.startswith("sbatch "):
+                    wait_until(lambda: not site.job_ids(), 4 * HANG_S, "the job's end")
+        wait_until(lambda: not site.processes(), what="the end of the jobs' processes")
     assert "#SBATCH -A project-1" in said["doctor"]
     assert "nothing is wrong" in said["doctor"]
     assert "accuracy" in said["train"]
     runs = list_records(DirectoryStorage(tmp_path / "runs"))
-    one_job = (project / "one_job.log").read_text()
-    assert [run.state for run in runs] == ["completed"] * 3, one_job
-    assert "accuracy" in one_job
+    jobs = [(project / name).read_text() for name in ("one_job.log", "flow_job.log")]
+    assert [run.state for run in runs] == ["completed"] * 4, jobs
+    assert all("accuracy" in job for job in jobs)
