@@ -39,6 +39,8 @@ ANSWERS = {
     ),
     "breakpoint in a rank": "faq.html#how-do-i-set-a-breakpoint-in-a-rank",
     "loss of each epoch in pandas": "faq.html#how-do-i-read-the-loss-of-each-epoch-in-pandas",
+    "loss is nan": "faq.html#my-loss-is-nan-does-the-training-stop",
+    "spot instance": "faq.html#can-i-train-on-spot-instances",
     "train every night": "faq.html#how-do-i-train-every-night-on-a-schedule",
 }
 """What people type, and the section that answers it: in the first page that is found."""
