@@ -43,6 +43,7 @@ INTERNALS = (
 LISTS = ("faults.md", "tests.md", "changes.md")
 SEARCHED = {
     **dict.fromkeys(ANSWERS, 2.0),
+    "failures.md": 1.6,  # of which half are error messages
     **dict.fromkeys(INTERNALS, 0.5),
     **dict.fromkeys(LISTS, 0.2),
 }

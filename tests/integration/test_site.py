@@ -40,7 +40,20 @@ ANSWERS = {
     "breakpoint in a rank": "faq.html#how-do-i-set-a-breakpoint-in-a-rank",
     "loss of each epoch in pandas": "faq.html#how-do-i-read-the-loss-of-each-epoch-in-pandas",
     "loss is nan": "faq.html#my-loss-is-nan-does-the-training-stop",
-    "spot instance": "faq.html#can-i-train-on-spot-instances",
+    "spot instance": "resume.html#spot-instances",
+    "RankFailedError: rank 1 on node-a failed in attempt 2: ValueError: boom": (
+        "failures.html#rankfailederror-a-rank-failed"
+    ),
+    'what does "gang does not grow" mean': "faq.html#why-does-the-gang-not-grow",
+    "how to log the gradient norm": "records.html#log-a-metric-such-as-the-gradient-norm",
+    "unit test my workload with pytest": "recipes/debugging.html#unit-tests-with-pytest",
+    "change the port of the prefect server": "faq.html#do-i-need-a-prefect-server",
+    "learning rate scheduler resume": (
+        "faq.html#can-i-change-the-learning-rate-or-the-batch-size-when-i-resume"
+    ),
+    "How do I pass secrets for S3?": "security.html#secrets",
+    "ModuleNotFoundError on workers": "faq.html#how-does-my-code-get-to-the-workers",
+    "how to delete a failed run": "faq.html#may-i-delete-old-runs",
     "train every night": "faq.html#how-do-i-train-every-night-on-a-schedule",
 }
 """What people type, and the section that answers it: in the first page that is found."""
@@ -109,3 +122,11 @@ def test_the_first_table_of_storages_is_seen_whole(page: Page, site: str) -> Non
     page.wait_for(f"{IS_LOADED} && !!document.querySelector('.md-typeset__scrollwrap')")
     wide = "(each => each.scrollWidth - each.clientWidth)"
     assert page.evaluate(f"{wide}(document.querySelector('.md-typeset__scrollwrap'))") <= 0
+
+
+def test_the_site_follows_the_system(page: Page, site: str) -> None:
+    """Who changes the system from light to dark, and back, sees the site so too."""
+    for scheme, shown in (("light", "default"), ("dark", "slate"), ("light", "default")):
+        page.open(f"{site}/glossary.html", scheme)
+        page.wait_for(IS_LOADED)
+        page.wait_for(f"document.body.dataset.mdColorScheme === '{shown}'")
