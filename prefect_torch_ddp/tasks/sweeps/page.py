@@ -45,18 +45,24 @@ def render_sweep(name: str, trials: Sequence[Trial], metric: str, links: Links) 
         links: where the rows lead.
     """
     varied = _varied(trials)
-    best = trials[0]
-    chosen = ", ".join(f"{short(each)} {_cell(_given(best), each)}" for each in varied)
     ended = sum(trial.record.state == "completed" for trial in trials)
-    says = f"Best: {short(metric)} {number(best.score)}" + (f" with {chosen}" if chosen else "")
-    kept = f'`resume_from="{best.record.run_id}"` continues it.'
+    kept = f'`resume_from="{trials[0].record.run_id}"` continues it.'
+    best = best_of(trials, metric)
     return join(
         f"# Sweep of {short(name)}",
-        f"{says}. {kept} {count(ended)} of {count(len(trials))} calls were completed.",
+        f"{best}. {kept} {count(ended)} of {count(len(trials))} calls were completed.",
         _curves(trials, varied, metric),
         _table(trials, varied, metric, links),
         f"{count(len(trials) - MAX_ROWS)} more aren't shown." if len(trials) > MAX_ROWS else "",
     )
+
+
+def best_of(trials: Sequence[Trial], metric: str) -> str:
+    """Say in a line which of the trials is the best; see `render_sweep`."""
+    given = _given(trials[0])
+    chosen = ", ".join(f"{short(each)} {_cell(given, each)}" for each in _varied(trials))
+    score = f"Best: {short(metric)} {number(trials[0].score)}"
+    return f"{score} with {chosen}" if chosen else score
 
 
 def _table(trials: Sequence[Trial], varied: Sequence[str], metric: str, links: Links) -> str:
@@ -85,7 +91,11 @@ def _curves(trials: Sequence[Trial], varied: Sequence[str], metric: str) -> str:
     images = []
     for name in (metric, *losses[:1]):
         having = [trial for trial in trials if trial.curves.get(name)]
-        top = {_label(trial, varied): trial.curves[name] for trial in having[: len(COLOURS)]}
+        top: dict[str, Curve] = {}
+        for trial in having[: len(COLOURS)]:
+            label = _label(trial, varied)
+            # Two calls may have been given the same.
+            top[label if label not in top else _label(trial, ())] = trial.curves[name]
         others = [trial.curves[name] for trial in having[len(COLOURS) : MAX_ROWS]]
         images.append(render_together(name, top, others))
     return "\n".join(filter(None, images))

@@ -14,12 +14,13 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.records.run_record import RunRecord, records_below
+from prefect_torch_ddp.results import count
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.ddp_task import GangTask
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key, ui_url
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.page.links import Links
-from prefect_torch_ddp.tasks.sweeps.page import Trial, render_sweep
+from prefect_torch_ddp.tasks.sweeps.page import Trial, best_of, render_sweep
 from prefect_torch_ddp.tracking.description import experiment_of
 
 NUM_READERS = 8
@@ -90,7 +91,8 @@ def sweep_report(
     page = render_sweep(task.name, trials, metric, Links(ui_url()))
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, None, context.flow_run.id)
-        writer.put("markdown", key("sweep", experiment), page, f"The calls of {task.name} together")
+        line = f"{best_of(trials, metric)} · {count(len(trials), 'call')} of {task.name}"
+        writer.put("markdown", key("sweep", experiment), page, line)
     return trials[0].record.run_id, dict(trials[0].record.arguments)
 
 

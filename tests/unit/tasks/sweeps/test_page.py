@@ -5,7 +5,7 @@ import re
 
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.plot import COLOURS, PALE
-from prefect_torch_ddp.tasks.sweeps.page import MAX_ROWS, Trial, render_sweep
+from prefect_torch_ddp.tasks.sweeps.page import MAX_ROWS, Trial, best_of, render_sweep
 from tests.support.pages import HOSTILE, RECORD
 
 
@@ -72,3 +72,11 @@ def test_equal_calls_are_named_by_their_ids() -> None:
     page = render_sweep("fit", [trial(1, lr=1), trial(2, lr=1)], "loss", Links())
     assert "| loss | state | steps | took | run |" in page
     assert "fit-2" in pictures(page)[0]
+
+
+def test_two_calls_that_were_given_the_same_have_a_curve_each() -> None:
+    """The second one has its run's id."""
+    trials = [trial(1, score=0.1, lr=1), trial(2, score=0.2, lr=1), trial(3, score=0.3, lr=2)]
+    for picture in pictures(render_sweep("fit", trials, "rmse", Links())):
+        assert all(label in picture for label in ("lr 1", "fit-2", "lr 2"))
+    assert best_of(trials, "rmse") == "Best: rmse 0.1 with lr 1"
