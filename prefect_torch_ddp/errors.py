@@ -1,6 +1,6 @@
 """Every exception of the package. They cross processes by pickle, cause included.
 
-None is a TimeoutError: user code and libraries catch those for reasons of their own.
+None is a TimeoutError: user code and libraries catch those for their own reasons.
 """
 
 import pickle

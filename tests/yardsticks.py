@@ -50,7 +50,7 @@ def measure(tree: Path) -> dict[str, str]:
     return {
         "package, lines": f"{sum(text.count(chr(10)) for text in package.values()):,}",
         "package, modules (without `__init__`)": str(len(modules)),
-        "fullest folder, modules beside subfolders": f"{num_fullest} (`{fullest}`)",
+        "fullest folder, modules next to subfolders": f"{num_fullest} (`{fullest}`)",
         "module, median and most lines": f"{median(lengths):.0f}, {lengths[-1]}",
         "function, median, 95th percentile and most lines": (
             f"{median(functions):.0f}, {functions[len(functions) * 95 // 100]}, {functions[-1]}"

@@ -169,7 +169,7 @@ class Committer:
     def _delete(self, old: Manifest) -> None:
         """Delete a checkpoint of this or an older attempt.
 
-        A delete that is delayed hits no newer attempt's checkpoint, which has keys of its own.
+        A delete that is delayed hits no newer attempt's checkpoint, which has its own keys.
         """
         self._refuse_superseded()
         # The manifest first, so that nobody reads a checkpoint with holes.

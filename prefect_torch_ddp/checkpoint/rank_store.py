@@ -86,7 +86,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
     # Torch has no public way to it.
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
     prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
-    # A connection of its own: the process group's is held by those who wait for it.
+    # Its own connection: the process group's is held by those who wait for it.
     return KeyValueStore(dist.PrefixStore(prefix, store.clone()))
 
 

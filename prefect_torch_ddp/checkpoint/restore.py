@@ -68,7 +68,7 @@ class Restorer:
     ) -> Self:
         """Restore, on rank 0, from the newest checkpoint that verifies; tell the other ranks.
 
-        A run without a checkpoint of its own begins from `resume_from`. The attempt's resume
+        A run without its own checkpoint begins from `resume_from`. The attempt's resume
         record is written. With `into` the checkpoints are folders, whose files are put there.
 
         Raises:

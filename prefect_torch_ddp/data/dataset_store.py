@@ -138,7 +138,7 @@ def local_dataset(storage: Storage, dataset_id: str) -> Path:
 
 
 def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
-    """Return a published dataset as a storage of its own, where it lies: nothing is copied.
+    """Return a published dataset as its own storage, where it lies: nothing is copied.
 
     Raises:
         StorageError: there is no such dataset.

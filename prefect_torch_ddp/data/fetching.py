@@ -168,7 +168,7 @@ class SeededDataset(Dataset[Any]):
             default_collate.
     """
 
-    def __init__(  # noqa: PLR0913 - each a choice of its own, by name
+    def __init__(  # noqa: PLR0913 - each its own choice, by name
         self,
         dataset: Dataset[Any],
         seed: int,

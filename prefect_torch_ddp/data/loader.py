@@ -159,7 +159,7 @@ class RankLoader:
     def _own_reader(
         self, dataset: Any, global_batch_size: int, seed: int, *, shuffle: bool
     ) -> tuple[ShardReader | PositionReader, str]:
-        """Return what reads a dataset by positions in an order of its own, and what that is."""
+        """Return what reads a dataset by positions in its own order, and what that is."""
         order = f"the order of seed {seed}" if shuffle else "their own order"
         if isinstance(dataset, ReadByPosition):
             batches = GlobalBatches(len(dataset), global_batch_size, seed)

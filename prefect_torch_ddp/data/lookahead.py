@@ -108,7 +108,7 @@ class ReadAhead(Generic[V]):
         return now.result()
 
     def _begin(self, batch: Sequence[int]) -> Future[V]:
-        # A thread of its own and not a pool's, which may not be used after a fork.
+        # Its own thread and not a pool's, which may not be used after a fork.
         reading: Future[V] = Future()
         args = (reading, batch)
         threading.Thread(target=self._fulfil, args=args, name="ptd-ahead", daemon=True).start()

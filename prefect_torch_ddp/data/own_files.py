@@ -23,7 +23,7 @@ _File: TypeAlias = tuple[int, int]
 
 
 class OwnFiles:
-    """The `worker_init_fn` of a loader: gives a worker files of its own, then calls the user's.
+    """The `worker_init_fn` of a loader: gives a worker its own files, then calls the user's.
 
     Files that can be written are skipped: processes that write to one file need its common end.
 

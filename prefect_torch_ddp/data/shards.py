@@ -80,7 +80,7 @@ class PositionReader(Protocol):
 
 
 class ReadByPosition(ABC):
-    """A dataset of batches in an order of its own, such as a table's: not the user's to derive."""
+    """A dataset of batches in its own order, such as a table's: not the user's to derive."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -129,7 +129,7 @@ def _members(
 
 
 def _is_column(value: object) -> bool:
-    # Exact types: what is derived from them may run code of its own.
+    # Exact types: what is derived from them may run its own code.
     if type(value) is torch.Tensor:
         return value.layout is torch.strided and value.device.type in {"cpu", "cuda"}
     return type(value) in {list, tuple, range, np.ndarray, np.memmap}

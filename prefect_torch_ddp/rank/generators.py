@@ -1,7 +1,7 @@
 """Seeding of a rank's random generators: python's, NumPy's and torch's.
 
 Before the first step all ranks draw the same numbers, so that models start with equal weights.
-Then each rank has a stream of its own; otherwise dropout would drop the same units everywhere.
+Then each rank has its own stream; otherwise dropout would drop the same units everywhere.
 """
 
 import torch

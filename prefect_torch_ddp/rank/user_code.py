@@ -25,7 +25,7 @@ _ADVICE = {
     ),
     "on __main__ failed": (  # of pickle, which names the class before that
         "what __main__ defines can't reach a process that is spawned in a rank, such as a loader's "
-        "worker: put the class or function into a module of its own, or leave "
+        "worker: put the class or function into its own module, or leave "
         "multiprocessing_context out, so that the process is forked"
     ),
     "Default process group has not been initialized": (

@@ -1,6 +1,6 @@
 """The run record: what ran, of which code and data, on what, and what came of it; kept as JSON.
 
-Records have a prefix of their own, by experiment and time, so that one listing finds those of
+Records have their own prefix, by experiment and time, so that one listing finds those of
 all runs and the previous one is found without reading them all.
 """
 

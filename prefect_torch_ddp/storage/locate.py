@@ -16,7 +16,7 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 SCHEMES: Mapping[str, Callable[..., Storage]] = {"s3": S3Storage.from_uri}
 """Those that come along; each is called with the URI."""
 GROUP = "prefect_torch_ddp.storages"
-"""The group of entry points by which installed packages name schemes of their own."""
+"""The group of entry points by which installed packages name their own schemes."""
 WRITE_INSTEAD = (
     "write a directory (/data/runs, ~/runs), s3://bucket/prefix, "
     "or a Prefect block such as s3-bucket/name"

@@ -1,6 +1,6 @@
 """Events on Prefect's bus: what a training tells, for automations to react to.
 
-Prefect sends them from a thread of its own; what goes wrong there reaches no training.
+Prefect sends them from its own thread; what goes wrong there reaches no training.
 """
 
 import logging

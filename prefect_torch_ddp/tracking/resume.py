@@ -24,7 +24,7 @@ def resume_point(
 ) -> ResumePoint | None:
     """Find the checkpoint that a run begins from, which has to be there if it was named.
 
-    A run that has checkpoints of its own resumes from them: then it may be gone.
+    A run that has its own checkpoints resumes from them: then it may be gone.
 
     Raises:
         InvalidParamsError, CheckpointError: there is none by that name, or it is damaged.

@@ -33,7 +33,7 @@ class OwnState:
 
 
 def num_owners(manifest: Manifest, name: str) -> int:
-    """Return how many ranks have a state of their own of an object there; 0: there is none."""
+    """Return how many ranks have their own state of an object there; 0: there is none."""
     return 0 if manifest.find(shard_name(name, 0)) is None else manifest.world_size
 
 

@@ -27,7 +27,7 @@ def has_pidfd() -> bool:
 
 
 class Child:
-    """A started rank process, fresh or forked, which leads a session of its own."""
+    """A started rank process, fresh or forked, which leads its own session."""
 
     def __init__(self, pid: int, reap: Callable[[], int]) -> None:
         """Watch a process that nobody reaps but this object."""

@@ -22,7 +22,7 @@ _leaving: set["asyncio.Task[None]"] = set()
 
 
 async def dask_setup(nanny: Nanny) -> None:
-    """Have both signals retire the workers of this process, each with a nanny of its own."""
+    """Have both signals retire the workers of this process, each with its own nanny."""
     _nannies.append(nanny)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _leave, number.name)

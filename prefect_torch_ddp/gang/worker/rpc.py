@@ -134,7 +134,7 @@ def _identity(worker: Worker) -> WorkerIdentity:
 
 
 def _machine_id() -> str:
-    """Tell machines apart, and containers with networks of their own."""
+    """Tell machines apart, and containers with their own networks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

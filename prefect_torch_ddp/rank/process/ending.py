@@ -3,7 +3,7 @@
 Python joins threads, runs exit handlers, and frees modules, which closes the files in them. Here
 the modules of the user are freed and every open file is flushed. Torch and what else was
 installed is not taken apart, which would take 0.3 s of each rank. What C libraries keep in
-buffers of their own is written only if the Python object that holds it is freed.
+their own buffers is written only if the Python object that holds it is freed.
 """
 
 import atexit

@@ -88,8 +88,8 @@ def is_collateral(error: BaseException) -> bool:
     """Tell whether what went wrong first was a connection to another rank.
 
     The first exception of the chain decides. A cleanup that fails because its peers are gone
-    doesn't turn a cause into a consequence, and user code that wraps a closed connection in an
-    error of its own doesn't turn a consequence into a cause.
+    doesn't turn a cause into a consequence, and user code that wraps a closed connection in
+    its own error doesn't turn a consequence into a cause.
     """
     *_, first = _chain(error)
     if type(first).__name__ in _DISTRIBUTED_ERRORS:

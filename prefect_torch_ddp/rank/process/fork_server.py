@@ -3,7 +3,7 @@
 It imports other libraries too, for a gang whose user names them or that are known to be safe.
 
 Why forking is safe here: one thread and no CUDA (both checked before each fork), no lock held,
-no open file but the socket. The child leads a session of its own and dies with the fork server
+no open file but the socket. The child leads its own session and dies with the fork server
 (PR_SET_PDEATHSIG), which ends when its Dask worker's end of the socket closes.
 
 SIGTERM and SIGINT are left to the ranks, the worker and the flow: they save and end, and this

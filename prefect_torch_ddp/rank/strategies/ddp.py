@@ -210,7 +210,7 @@ class ShareDDP(DistributedDataParallel):
         return {**state, "_comm_hooks": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy with weights of its own."""
+        """Return a copy with its own weights."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         state = copy.deepcopy(self.__getstate__(), memo)

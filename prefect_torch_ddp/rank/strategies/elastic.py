@@ -40,7 +40,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 class VirtualRanks:
     """The virtual ranks of this rank: each computes the same on any rank, summed in one order.
 
-    Each has its share of the global batch, random numbers of its own for each step, and its
+    Each has its share of the global batch, its own random numbers for each step, and its
     gradient, which the ranks add up in one fixed tree over all virtual ranks.
     """
 
@@ -69,7 +69,7 @@ class VirtualRanks:
     ) -> nn.Module:
         """Move a model to the device; all ranks get rank 0's weights.
 
-        It becomes no DDP, which sums in an order of its own.
+        It becomes no DDP, which sums in its own order.
         """
         model = model.to(device)
         if self._world_size > 1:

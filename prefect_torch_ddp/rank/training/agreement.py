@@ -2,7 +2,7 @@
 
 Ranks pass *points* in the same order: the end of step n is 2n, being outside of a loop after
 step n is 2n + 1. When a rank wants something it opens a round in the gang's store. Every rank
-then *pledges* a point that it won't pass before it knows the outcome: a thread of its own does
+then *pledges* a point that it won't pass before it knows the outcome: its own thread does
 so while the training computes, so no rank waits for another one's step. The outcome is the
 furthest point pledged, which no rank has passed, and what any rank wanted.
 """
@@ -61,7 +61,7 @@ class Outcome:
 class Agreement:
     """Reaches one kind of agreement after another.
 
-    The training's thread makes all calls; a thread of its own answers for it.
+    The training's thread makes all calls; its own thread answers for it.
     """
 
     def __init__(self, rank: int, world_size: int, point: int, *, ahead_s: float = 0.0) -> None:
@@ -227,7 +227,7 @@ class Agreement:
 
 
 def _connect(name: str) -> dist.Store:
-    # A connection of its own: a client must not be used by two threads at a time.
+    # Its own connection: a client must not be used by two threads at a time.
     if not dist.is_initialized():
         needs = "ctx.steps on several ranks needs the process group"
         msg = f"{needs}; call init_process_group before it"

@@ -12,7 +12,7 @@ class OwnSaves(NamedTuple):
     """The checkpoints that user code asked for outside of `steps`; stored with the position."""
 
     num_own_numbers: int = 0
-    """Checkpoints outside of `steps` that have a number of their own: their step's was taken."""
+    """Checkpoints outside of `steps` that have their own number: their step's was taken."""
     num_saves_behind: int = 0
     """Checkpoints requested after this call of `steps`; above 0 it has ended, also by a break."""
     in_own_loop: bool = False
@@ -55,7 +55,7 @@ class CheckpointNumbers:
     has_begun: bool = False
     """Whether `steps` was called."""
     own_progress: OwnProgress | None = None
-    """What user code said of a loop of its own; None once `steps` counts."""
+    """What user code said of its own loop; None once `steps` counts."""
 
     @property
     def done(self) -> tuple[int, int]:

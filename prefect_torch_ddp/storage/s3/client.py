@@ -182,7 +182,7 @@ def connect(location: S3Location) -> Any:
 def _checksums(location: S3Location, profile: Mapping[str, Any]) -> dict[str, str]:
     """Leave out the newer checksums, which stores other than AWS may not know.
 
-    Lengths are compared all the same, and checkpoints have digests of their own.
+    Lengths are compared all the same, and checkpoints have their own digests.
     """
     if location.endpoint is None:
         return {}

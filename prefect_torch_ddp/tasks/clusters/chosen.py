@@ -18,7 +18,7 @@ def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
     Raises:
         InvalidParamsError: the cluster class can't be imported, or there is no scheduler's file.
     """
-    # A flow run has a runner of its own (`duplicate`), and its client is made at the first use.
+    # A flow run has its own runner (`duplicate`), and its client is made at the first use.
     cluster = params.cluster
     if cluster.is_running:
         runner.address = scheduler_address(cluster, params.workers_timeout_s)

@@ -54,7 +54,7 @@ class NannyProcess(ProcessInterface):
         if self._writer is not None:
             self._writer.close()  # of the one that was killed
         ours, theirs = socket.socketpair()
-        # In a session of its own: a Ctrl-C in the terminal is meant for the flow, which closes it.
+        # In its own session: a Ctrl-C in the terminal is meant for the flow, which closes it.
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(

@@ -38,8 +38,8 @@ class TaskParams(ContextParams):
     kept. In another process equal arguments may count as different if they are pickled by value,
     such as functions and classes of `__main__` and instances of such classes.
     It may name arguments, as Prefect's `task_run_name` does: with `lr-{lr}` each learning rate is
-    an experiment of its own.
-    None: each task run is a training of its own, which only its own retries resume."""
+    its own experiment.
+    None: each task run is its own training, which only its own retries resume."""
     process_group: ProcessGroupMode = "default"
     """default: initialised before the function runs; user: the function, or a library that it uses,
     initialises it from the environment, as under torchrun; none: there is none. `ctx.wrap` and, on

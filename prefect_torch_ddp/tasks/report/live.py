@@ -53,7 +53,7 @@ class LiveReport:
     """Shows a training in Prefect while it runs, and how it ended: a page and a progress artifact.
 
     Made in a task, used as a context manager around the training. `receive` costs microseconds: a
-    thread of its own talks to Prefect and the storage, has the run record written, and reads what
+    separate thread talks to Prefect and the storage, has the run record written, and reads what
     ranks recorded: every `interval_s`, when an attempt begins or fails, and at the end. Nothing
     that goes wrong there reaches the training.
     """
@@ -74,7 +74,7 @@ class LiveReport:
             training: what is known of it.
             recorder: of its run record; it hears of everything that this does.
             is_published: another task of the flow run completes the page; otherwise each task run
-                has artifacts of its own.
+                has its own artifacts.
             interval_s: between two updates.
         """
         self._storage = storage

@@ -18,7 +18,7 @@ TIMEOUT_S = 10.0
 class ReportFile:
     """Writes a run's report and the list of its experiment's runs.
 
-    In a thread of its own: a storage that hangs holds up nobody for longer than `TIMEOUT_S`.
+    In its own thread: a storage that hangs holds up nobody for longer than `TIMEOUT_S`.
     """
 
     def __init__(self, storage: Storage, view: RunView) -> None:

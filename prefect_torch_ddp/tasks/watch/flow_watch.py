@@ -42,7 +42,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     """
     from prefect.settings import get_current_settings  # noqa: PLC0415
 
-    # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
+    # In its own session: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
     process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
         [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s), *_own_servers()],

@@ -110,7 +110,7 @@ def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: st
 
 
 def _start(feed: Feed, answers: Any) -> "subprocess.Popen[bytes]":
-    # In a session of its own, as the flow watch: a Ctrl-C in the terminal isn't meant for it.
+    # In its own session, as the flow watch: a Ctrl-C in the terminal isn't meant for it.
     process = subprocess.Popen(
         [sys.executable, "-m", "prefect_torch_ddp.tracking.trackers.feed"],
         env=dict(os.environ),

@@ -77,7 +77,7 @@ class Reporter:
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take metrics of the step under way; outside of one they are a record of their own."""
+        """Take metrics of the step under way; outside of one they are a separate record."""
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
         if self._replay.is_before_call:  # it is on record, from the weights of that time

@@ -51,7 +51,7 @@ def render_curves(curves: Curves) -> str:
     """Return the curves as markdown images with SVG data URIs; an empty string without any.
 
     Each quantity gets a panel, training and validation together, unless none of them has
-    `MIN_POINTS` points that differ. Panels are images of their own, so that a phone shows one in a
+    `MIN_POINTS` points that differ. Panels are separate images, so that a phone shows one in a
     row and a wide page several. Thin lines mark the ends of epochs, dashed ones where an attempt
     resumed. `left_out` says which curves there is no room for.
     """

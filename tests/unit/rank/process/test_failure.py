@@ -68,7 +68,7 @@ def test_what_main_defines_and_cannot_be_pickled_is_advised_about() -> None:
     with pytest.raises(pickle.PicklingError) as caught_error:
         pickle.dumps(squares())
     text = describe(caught_error.value, 0, "here").traceback_text
-    assert "put the class or function into a module of its own" in text
+    assert "put the class or function into its own module" in text
 
 
 @pytest.mark.parametrize(
