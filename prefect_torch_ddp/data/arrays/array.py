@@ -40,50 +40,53 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 ) -> "Arrays":
     """Return Zarr, .npy or xarray as a dataset for `ctx.loader`.
 
-    A sample is one position of the first dimension, with all of the other dimensions. A dimension
-    in `window` or `patch` is in each sample, with so many positions. A batch is a tensor [samples,
-    ...] of a single array, else a dict of tensors by variable; the dimensions keep their order.
-    A variable without a dimension that samples lie along, such as a mask, is in each sample.
+    By default a sample is one position of the first dimension, with all of the other dimensions.
+    With `window` or `patch`, a sample has as many positions of a dimension as they say. A batch of
+    a single array is a tensor [samples, ...], otherwise a dict of tensors by variable. The
+    dimensions keep their order. A variable such as a mask, which has none of the dimensions along
+    which samples are cut, is whole in each sample.
 
-    The order is exact: every sample once an epoch, in the same global batches on any number of
-    ranks and loader workers, and a resume in the middle reads nothing of what came before. The
-    samples that begin in the same chunks are read together, these pieces are shuffled, and the
-    samples within several pieces. Threads read ahead, so leave `num_workers` at 0.
+    The order is exact: every sample comes once per epoch, in the same global batches for any number
+    of ranks and loader workers. A resume in the middle of an epoch doesn't read earlier samples
+    again. Samples that begin in the same chunks are read together, as a piece. The pieces are
+    shuffled, and then the samples within several pieces. Threads read ahead, so leave `num_workers`
+    at 0.
 
     Args:
-        where: a path, `s3://bucket/prefix` or a storage such as `ctx.source`: of a Zarr group or
-            array (formats 2 and 3), or of a .npy file. With `storage`, a path in that. Or an
-            xarray Dataset or DataArray that isn't Dask's, or a NumPy array, equal on all ranks.
-        variables: names of what is read of a group; None: all but coordinates.
-        window: positions of a sample by dimension. By default samples begin at each position.
-        patch: positions of a sample by dimension. By default samples lie side by side.
-        stride: positions between the begins of samples: a number for those of `window`, or by
-            dimension.
-        select: which part is used, by dimension: slices of coordinates, with both ends, as
-            `xarray.Dataset.sel` takes them; of positions for a dimension without coordinates.
-        nan: what a NaN becomes: "refuse" is an error when it is read, "keep" leaves it, and a
-            number replaces it.
-        missing: what becomes of chunks that aren't stored: "refuse" is an error before work
-            starts, which names them; "fill": they have the array's fill value. It may be NaN for
-            xarray, and is then a matter of `nan`.
-        normalize: whether values become (value - mean) / std, in float32, or float64 if they are.
-            True takes the statistics that the dataset has if Dask wrote it for `prepare`; they
-            are over all of it, whatever `select` says. Or a (mean, std) by variable, and the
-            others stay. A std of 0 counts as 1. `nan` is replaced before that.
-        numbered: whether a batch has the numbers of its samples too, int64 [samples], as `index`
-            or as a second tensor. `dataset.where(number)` tells where a sample lies.
-        shuffle_buffer: most samples that are shuffled among one another, and of which two such
-            windows are in memory. None: as many as take 128 MiB.
-        storage: what to read from, with its credentials.
-        anonymous: whether requests aren't signed, as for public data.
-        endpoint_url: of a store other than AWS.
-        region: of the bucket.
+        where: a path, `s3://bucket/prefix` or a storage such as `ctx.source`, of a Zarr group or
+            array (formats 2 and 3) or of a .npy file. With `storage`, a path in that storage. Or a
+            NumPy array, or an xarray Dataset or DataArray without Dask, equal on all ranks.
+        variables: names of the variables of a group to read. None: all except coordinates.
+        window: number of positions in a sample, by dimension. By default a sample begins at each
+            position, so samples overlap.
+        patch: number of positions in a sample, by dimension. By default samples don't overlap.
+        stride: distance between the begins of two samples: a number for the dimensions of
+            `window`, or a dict by dimension.
+        select: the part to read, by dimension: a slice of coordinates that includes both ends, as
+            in `xarray.Dataset.sel`; for a dimension without coordinates, a slice of positions.
+        nan: what happens to a NaN. "refuse": an error when it is read. "keep": it stays. A number
+            replaces it.
+        missing: what happens if chunks aren't stored. "refuse": an error before work starts, which
+            names them. "fill": they have the array's fill value. With xarray this may be NaN, to
+            which `nan` then applies.
+        normalize: whether values become (value - mean) / std, as float32, or as float64 if they
+            are float64. True: by the statistics that Dask wrote with the dataset for `prepare`,
+            which are over all of it, regardless of `select`. A dict has (mean, std) by variable;
+            other variables stay as they are. A std of 0 counts as 1. `nan` is applied first.
+        numbered: whether a batch also has the numbers of its samples, int64 [samples], as `index`
+            or as a second tensor. `dataset.where(number)` returns where a sample lies.
+        shuffle_buffer: largest number of samples that are shuffled together. Up to two such windows
+            are in memory. None: as many as take 128 MiB.
+        storage: the storage to read from, with its credentials.
+        anonymous: send unsigned requests, for public data.
+        endpoint_url: URL of an S3 store other than AWS.
+        region: region of the bucket.
 
     Raises:
-        InvalidParamsError: zarr or xarray is missing; arguments don't fit together; there is no
-            such array, variable or sample; a chunk is missing; values can't be tensors; there
-            are no statistics.
-        StorageError: it can't be read.
+        InvalidParamsError: zarr or xarray is missing; arguments contradict each other; there is no
+            such array, variable or sample; a chunk is missing; values can't become tensors; or
+            there are no statistics.
+        StorageError: the arrays can't be read.
 
     Example:
         Six hours of 64 x 64 points, of which the last is to be forecast:
