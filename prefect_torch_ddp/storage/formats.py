@@ -178,10 +178,11 @@ STATISTICS = Format("statistics of a variable")
 METRICS = Format("part of the metrics")
 TIMING = Format("part of the timing")
 LEDGER = Format("part of the ledger")
+TENSORBOARD = Format("state of a TensorBoard folder")
 LINES = {"metrics": METRICS, "timing": TIMING, "ledger": LEDGER}
 """The files of JSON lines, by their folders."""
 FORMATS = (
     *(MANIFEST, RESUME, ENDED, CLAIM, FAILURE, FINISHED, CARD),
-    *(RUN_RECORD, DATASET, IMAGE_INDEX, STATISTICS, METRICS, TIMING, LEDGER),
+    *(RUN_RECORD, DATASET, IMAGE_INDEX, STATISTICS, METRICS, TIMING, LEDGER, TENSORBOARD),
 )
 """All of them."""

@@ -17,10 +17,15 @@ MORE = {"later_field": {"of": ["a later version"]}}
 def rewrite(storage: Storage, key: str, changes: dict[str, Any]) -> None:
     """Change fields of a stored JSON object, and its checksum if it has one."""
     values = {**json.loads(storage.read(key)), **changes}
-    if values.pop("sha256", None) is not None:
-        text = json.dumps(values, sort_keys=True)
-        values["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    old = json.loads(storage.read(key))
+    if old.pop("sha256", None) == _digest(old):  # of a model card it is that of the weights
+        del values["sha256"]
+        values["sha256"] = _digest(values)
     storage.write(key, json.dumps(values).encode())
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def rewrite_lines(

@@ -28,6 +28,7 @@ from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.finished import finished_training
+from prefect_torch_ddp.tracking.trackers.mlflow_models import read_card, tags_of
 from tests.data.make_storage import Images, train
 from tests.support.formats import MORE, NEWER, rewrite, rewrite_lines, snapshot
 from tests.support.storage_0_1 import DATASET_ID, FOLDER, RUN_ID, copied
@@ -35,6 +36,7 @@ from tests.support.storage_0_1 import DATASET_ID, FOLDER, RUN_ID, copied
 RUN = f"runs/{RUN_ID}"
 LATEST = f"{RUN}/checkpoints/step-00000015/000002/manifest.json"
 PART = "rank-00000/000002-000001.jsonl"
+CARD = f"{RUN}/models/000002/model.json"
 DATASET = f"datasets/{DATASET_ID}"
 RECORD = "20261125T064108Z"
 OPEN = {"metrics", "options", "data_options", "parameters", "arguments", "value", "versions"}
@@ -109,6 +111,7 @@ KINDS = {
         f"{RUN}/training.json",
         lambda storage: finished_training(storage, RUN_ID),
     ),
+    "model card": Kind(CARD, lambda storage: [*tags_of(read_card(storage, CARD))]),
     "metrics": Kind(
         f"{RUN}/metrics/{PART}",
         lambda storage: read_metrics(storage, RUN_ID).to_dict(),

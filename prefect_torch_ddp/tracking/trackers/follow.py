@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest
-from prefect_torch_ddp.errors import StorageError, TrackerError
+from prefect_torch_ddp.errors import NewerFormatError, StorageError, TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader
@@ -85,6 +85,7 @@ def follow_run(
 
     Raises:
         InvalidParamsError: there is no record of the run.
+        NewerFormatError: a later version wrote the record, or what the tracker keeps.
     """
     run = FollowedRun(storage, run_id, tracker)
     is_failing = False
@@ -93,6 +94,8 @@ def follow_run(
             if (synced := run.look()) is not None:
                 on_synced(synced)
             is_failing = False
+        except NewerFormatError:
+            raise  # trying again changes nothing
         except (StorageError, TrackerError) as error:
             if not is_failing:
                 logger.warning("%s; it is tried again", error)

@@ -72,26 +72,17 @@ class RegisteredModels:
         # The storage may have been moved since: its runs have the same keys.
         key = f"runs/{uri.rpartition('/runs/')[2]}"
         card_key = f"{key.rpartition('.')[0]}.json"
-        card = self._card(card_key)
+        card = read_card(self._storage, card_key)
         source = self._source(run, key, card_key)
         try:
             self._client.create_registered_model(name)
         except self._mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        tags = {RUN_TAG: record.run_id, URI_TAG: uri, **dict(_tags(card))}
+        tags = {RUN_TAG: record.run_id, URI_TAG: uri, **dict(tags_of(card))}
         words = f"{card['workload']}, step {card['step']} of run {record.run_id}"
         about = {"tags": tags, "description": words, "await_creation_for": None}
         self._client.create_model_version(name, source, run.info.run_id, **about)
-
-    def _card(self, key: str) -> Mapping[str, Any]:
-        try:
-            card = CARD.from_bytes(self._storage.read(key), location(self._storage, key))
-            card["workload"], card["step"]
-        except DAMAGE as error:
-            msg = f"the model card {key} in {self._storage.uri} is damaged: {error}"
-            raise TrackerError(msg) from error
-        return card
 
     def _source(self, run: Any, key: str, card_key: str) -> str:
         """Return where MLflow finds weights and card.
@@ -111,7 +102,25 @@ class RegisteredModels:
         return f"{run.info.artifact_uri}/models/{place}"
 
 
-def _tags(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def read_card(storage: Storage, key: str) -> Mapping[str, Any]:
+    """Return a model card.
+
+    Raises:
+        NewerFormatError: a later version wrote it.
+        StorageError: it can't be read.
+        TrackerError: it is damaged.
+    """
+    try:
+        card = CARD.from_bytes(storage.read(key), location(storage, key))
+        card["workload"], card["step"]
+    except DAMAGE as error:
+        msg = f"the model card {key} in {storage.uri} is damaged: {error}"
+        raise TrackerError(msg) from error
+    return card
+
+
+def tags_of(card: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a version is tagged with."""
     given = {name: card.get(name) for name in ON_CARD}
     given["dataset"] = (card.get("dataset") or {}).get("dataset_id")
     given["options"] = json.dumps(card.get("options"), default=str)

@@ -2,19 +2,16 @@
 
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json, to_json
-
 from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord, flat
-from prefect_torch_ddp.storage.formats import DAMAGE
+from prefect_torch_ddp.storage.formats import DAMAGE, TENSORBOARD
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar, text
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
@@ -55,7 +52,8 @@ class TensorboardTracker:
         with self._errors():
             first = 1, self._base / record.run_id
             self._folder = max(self._folders(record.run_id), default=first)[1]
-            if not self._read_state():
+            self._state = _read_state(self._folder) or {}
+            if not self._state:
                 self._begin(record)
                 return Position(None, {})
             last_steps = self._state["last_steps"]
@@ -101,7 +99,7 @@ class TensorboardTracker:
             self._write_state()
             for _, folder in self._folders(record.run_id):
                 if folder != self._folder:
-                    shutil.rmtree(folder)
+                    self._delete(folder)
 
     @property
     def _file(self) -> EventFile:
@@ -128,19 +126,14 @@ class TensorboardTracker:
         with self._errors():
             self._state["num_bytes"] = self._file.append(events)
 
-    def _read_state(self) -> bool:
-        """Read what is kept of the folder; tell whether there is anything."""
-        path = self._folder / STATE
-        try:
-            found = from_json(path.read_bytes())
-            names = "mark", "file", "num_bytes", "last_steps"
-            self._state = {name: found[name] for name in names}
-        except FileNotFoundError:
-            return False
-        except DAMAGE as error:
-            msg = f"{path} isn't ours, or damaged: delete {self._folder}, to have it written again"
-            raise TrackerError(msg) from error
-        return True
+    def _delete(self, folder: Path) -> None:
+        """Delete what this tracker wrote in a folder, if it can be read; other files stay."""
+        state = _read_state(folder)
+        if state is not None:
+            (folder / state["file"]).unlink(missing_ok=True)
+            (folder / STATE).unlink()
+            with suppress(OSError):
+                folder.rmdir()
 
     def _write_state(self, **changes: Any) -> None:
         self._state |= changes
@@ -149,7 +142,7 @@ class TensorboardTracker:
         path = self._folder / STATE
         new = path.with_suffix(".new")
         with new.open("wb") as file:
-            file.write(to_json(self._state))
+            file.write(TENSORBOARD.to_bytes(self._state))
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)
@@ -188,6 +181,29 @@ def tensorboard_folder(storage: Storage) -> Path:
         )
         raise InvalidParamsError(msg)
     return storage.local_folder / "tensorboard"
+
+
+def _read_state(folder: Path) -> dict[str, Any] | None:
+    """Return what is kept of a folder, with fields that a later version added; None: nothing.
+
+    Raises:
+        NewerFormatError: a later version wrote it.
+        TrackerError: it is damaged.
+    """
+    path = folder / STATE
+    try:
+        found = TENSORBOARD.from_bytes(path.read_bytes(), str(path))
+        for name in ("mark", "file", "num_bytes", "last_steps"):
+            found[name]
+        if Path(found["file"]).name != found["file"]:
+            msg = f"its file {found['file']!r} is outside of its folder"
+            raise ValueError(msg)
+    except FileNotFoundError:
+        return None
+    except DAMAGE as error:
+        msg = f"{path} isn't ours, or damaged: delete {folder}, to have it written again"
+        raise TrackerError(msg) from error
+    return found
 
 
 def _parameters(record: RunRecord) -> str:

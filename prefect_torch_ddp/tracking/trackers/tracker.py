@@ -21,7 +21,8 @@ class Position:
 class Tracker(Protocol):
     """A tracker that holds one run of its own for each run of ours.
 
-    Every method raises TrackerError if the tracker doesn't answer, or refuses.
+    Every method raises TrackerError if the tracker doesn't answer, or refuses, and NewerFormatError
+    if a later version of this package wrote what it would change.
     """
 
     @property

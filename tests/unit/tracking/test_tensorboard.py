@@ -1,5 +1,6 @@
 """TensorBoard's files have each step once, whoever is killed while they are written."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, TrackerError
+from prefect_torch_ddp.records.run_record import read_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers import sync, tensorboard_tracker
@@ -21,6 +23,7 @@ from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
     TensorboardTracker,
     tensorboard_folder,
 )
+from tests.support.formats import MORE, NEWER, rewrite
 from tests.support.records import Shelf, record
 from tests.support.reported import BEGAN, RUN, checkpoint, history, put, resume, say, steps_of
 
@@ -231,3 +234,37 @@ def test_a_run_is_followed_over_its_retries_and_no_longer(
     assert len(waited) == 3
     assert len(synced) == 2, "nothing was new at the second and third look"
     assert "has ended without completing" in caplog.text
+
+
+def test_what_a_later_version_wrote_is_kept_or_refused(shelf: Shelf, tmp_path: Path) -> None:
+    """A field more stays; a higher format is refused by name, also of a folder that would be
+    deleted, and nothing is tried again; a file that isn't this tracker's stays."""
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    state = DirectoryStorage(tmp_path / RUN)
+    rewrite(state, STATE, MORE)
+    checkpoint(shelf, 8)
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    assert MORE.items() <= json.loads(state.read(STATE)).items()
+    mine = tmp_path / RUN / "profile"
+    mine.touch()
+    resume(shelf, 2, 6, 1)
+    put(shelf, 2, *steps_of(2, 7, 10))
+    checkpoint(shelf, 9, 2)
+    rewrite(state, STATE, NEWER)
+    newer = state.read(STATE)
+    says = rf"{RUN}/{STATE} is a state of a TensorBoard folder of format 7"
+    with pytest.raises(NewerFormatError, match=says):
+        sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    with pytest.raises(NewerFormatError, match=says):
+        follow_run(shelf, RUN, TensorboardTracker(tmp_path), wait=pytest.fail, on_synced=print)
+    tracker = TensorboardTracker(tmp_path)
+    record = read_record(shelf, RUN)
+    (tmp_path / f"{RUN}-2").mkdir()
+    tracker.open(record, [])
+    with pytest.raises(NewerFormatError, match=says):
+        tracker.describe(record)
+    assert state.read(STATE) == newer
+    rewrite(state, STATE, {"format": 1})
+    tracker.describe(record)
+    assert mine.exists()
+    assert not [*(tmp_path / RUN).glob("*.json"), *(tmp_path / RUN).glob("events*")]

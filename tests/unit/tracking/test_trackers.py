@@ -233,7 +233,7 @@ def test_a_run_is_followed_until_it_has_completed(shelf: Shelf) -> None:
         checkpoint(shelf, 9)
 
     def a_failure() -> None:
-        say(shelf, "failed")
+        say(shelf, "failed", is_tried_again=True)
 
     def an_outage_and_the_end() -> None:
         book.is_away = True
