@@ -18,13 +18,15 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("prefect_api")]
 NUM_TURNS = rounds(31)
 WIDTH = 128
 LOCAL_BATCH, NUM_STEPS = 8, 20
+WHATS = "a step, ms", "a save's stall, ms", "processor time of rank 0 a step, ms"
 TORCHRUN, OURS = "torchrun", "ddp_task"
 
 
 @pytest.mark.parametrize("program", list(trainer_steps.PROGRAMS))
 def test_steps_and_saves_of_a_trainer(tmp_path: Path, program: str) -> None:
-    """Print the median of the turns' ratios of seconds per step, and of the stalls of rank 0 from
-    the end of a step to the begin of the next one, with a save between them."""
+    """Print the medians of the turns' ratios: of the time of a step, of rank 0's stall from the end
+    of a step to the begin of the next one with a save between them, and of its processor time,
+    which another program on the machine changes less."""
     commands = {
         TORCHRUN: (*command_of_torchrun(Path(trainer_steps.__file__)), program),
         OURS: (sys.executable, str(Path(trainer_flow.__file__)), program),
@@ -44,18 +46,20 @@ def test_steps_and_saves_of_a_trainer(tmp_path: Path, program: str) -> None:
                 seen[name].append(trainers[name].turn() * 1000)
         for each in trainers.values():
             each.finish()
-    stalls = {
-        name: [
-            1000 * each for each in json.loads((tmp_path / name / trainer_steps.STALLS).read_text())
-        ]
+    own = {
+        name: json.loads((tmp_path / name / trainer_steps.MEASURED).read_text())
         for name in commands
     }
     rows = []
     for name, paces in seen.items():
-        ratios = list(map(truediv, paces, seen[TORCHRUN]))
-        times = statistics.median(paces), statistics.median(stalls[name]), max(stalls[name])
-        of_stalls = list(map(truediv, stalls[name], stalls[TORCHRUN]))
-        shown = (f"{each:.1f}" for each in times)
-        rows.append((name, *shown, *median_and_half(ratios), *median_and_half(of_stalls)))
-    what = "step, times torchrun's | middle half | stall, times torchrun's | middle half"
-    show(f"{program} | step ms | stall ms | worst ms | {what}", rows)
+        values = {"step": paces, "stall": own[name]["stalls_s"], "cpu": own[name]["cpu_s"]}
+        base = {"step": seen[TORCHRUN], "stall": own[TORCHRUN]["stalls_s"]}
+        base["cpu"] = own[TORCHRUN]["cpu_s"]
+        cells = [name]
+        for what, of_turns in values.items():
+            median_ms = statistics.median(of_turns) * (1 if what == "step" else 1000)
+            ratios = list(map(truediv, of_turns, base[what]))
+            cells += [f"{median_ms:.1f}", *median_and_half(ratios)]
+        rows.append(cells)
+    head = (f"{what} | times torchrun's | middle half" for what in WHATS)
+    show(f"{program} | {' | '.join(head)}", rows)

@@ -30,8 +30,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_trials_of_a_second(tmp_path: Path, cluster: LocalCluster) -> None:
-    """Print the worker's seconds of a trial, beyond those between its first and last step, of which
-    docs/performance.md has the median."""
+    """Print the worker's seconds of a trial beyond those between its first and last step."""
     fit: Any = ddp_task(
         world_size=1, storage=str(tmp_path), run_key="lr-{lr}", persist_result=True
     )(trial)

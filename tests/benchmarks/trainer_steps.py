@@ -4,6 +4,7 @@ that train on command, block by block, and save at the end of each block."""
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.benchmarks.steady import WARM_UP, Turns, now, tell, wait_for_turn
 
 NUM_TOKENS, VOCABULARY = 64, 512
 LOG_EVERY = 10
-STALLS = "stalls.json"
+MEASURED = "measured.json"
 
 
 class Texts(Dataset[Any]):
@@ -45,23 +46,25 @@ class Blocks:
         self.size = WARM_UP + num_steps + 1
         self.num_steps = self.size * turns.num_turns
         self._turns, self._num_steps, self._step = turns, num_steps, 0
-        self._began = self._pace_s = self._ended = 0.0
-        self._stalls: list[float] = []
+        self._began = self._pace_s = self._ended = self._began_cpu_s = 0.0
+        self._stalls_s: list[float] = []
+        self._cpu_s: list[float] = []
 
     def begin_step(self) -> None:
         """Notice that a step begins; before a block's first one wait for one's turn."""
         at = self._step % self.size
         if at == 0:
             if self._step:
-                self._stalls.append(now(self._turns) - self._ended)
+                self._stalls_s.append(now(self._turns) - self._ended)
                 tell(self._turns, repr(self._pace_s))
             else:
                 tell(self._turns, "ready")
             wait_for_turn(self._turns)
         elif at == WARM_UP:
-            self._began = now(self._turns)
+            self._began, self._began_cpu_s = now(self._turns), time.process_time()
         elif at == self.size - 1:
             self._pace_s = (now(self._turns) - self._began) / self._num_steps
+            self._cpu_s.append((time.process_time() - self._began_cpu_s) / self._num_steps)
 
     def end_step(self) -> None:
         """Notice that a step's parameters are there, before anything is saved."""
@@ -72,7 +75,8 @@ class Blocks:
         """Tell of the last block; its save is left out, since the training ends in it too."""
         tell(self._turns, repr(self._pace_s))
         if torch.distributed.get_rank() == 0:
-            Path(self._turns.folder, STALLS).write_text(json.dumps(self._stalls))
+            measured = {"stalls_s": self._stalls_s, "cpu_s": self._cpu_s}
+            Path(self._turns.folder, MEASURED).write_text(json.dumps(measured))
 
 
 def model_of(width: int) -> Any:
