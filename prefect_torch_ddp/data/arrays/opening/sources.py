@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prefect_torch_ddp.data.arrays.opening.parts import read_range
+from prefect_torch_ddp.data.arrays.opening.ranges import read_range
 from prefect_torch_ddp.data.arrays.variables import Array, Box, Found, Variable, tensor_dtype
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at

@@ -14,7 +14,7 @@ from zarr.abc.store import (
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.core.buffer.core import default_buffer_prototype
 
-from prefect_torch_ddp.data.arrays.opening.parts import read_range
+from prefect_torch_ddp.data.arrays.opening.ranges import read_range
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
 
