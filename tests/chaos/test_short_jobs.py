@@ -164,6 +164,7 @@ def on_slurm(folder: Path) -> ClusterParams:
             "python": f"exec {sys.executable}",
             "worker_extra_args": [
                 *("--preload-nanny", "prefect_torch_ddp.gang.worker.leave"),
+                *("--preload", "prefect_torch_ddp.gang.warm"),
                 *("--preload", "tests.workloads.job_mark"),
             ],
             "job_script_prologue": [
@@ -281,7 +282,7 @@ def fixed_costs(folder: Path) -> dict[str, float]:
 
 
 def show(queue: Queue, lines: list[dict[str, Any]], folder: Path, record: RunRecord) -> None:
-    """Print what the jobs' time was used for."""
+    """Print what the jobs' time was used for, and the attempts in seconds since the first began."""
     costs = fixed_costs(folder)
     alive_s = {job: queue.ended.get(job, time.time()) - at for job, at in queue.began.items()}
     steps_s = sum(line["ended"] - line["began"] for line in lines)
@@ -289,6 +290,15 @@ def show(queue: Queue, lines: list[dict[str, Any]], folder: Path, record: RunRec
     allocated_s = sum(alive_s.values())
     sizes = Counter({line["step"]: line["world_size"] for line in lines}.values())
     found = repeats(queue, lines)
+    began = record.began.timestamp()
+    for attempt in record.attempts:
+        mine = [line for line in lines if line["attempt"] == attempt.attempt]
+        times = [line["began"] for line in mine][:1] + [line["ended"] for line in mine][-1:]
+        print(
+            f"attempt {attempt.attempt}, {attempt.world_size} ranks: workers there after "
+            f"{attempt.began.timestamp() - began:.1f} s, steps in "
+            f"{[round(each - began, 1) for each in times]}; {attempt.cause[:90]}"
+        )
     typical = f"{statistics.median(costs.values()):.1f} s" if costs else "not known"
     print(
         f"\n{len(queue.began)} jobs of {WALLTIME_S:g} s, {len(queue.killed)} nodes killed, "
