@@ -279,7 +279,8 @@ def test_a_failed_run_continues_as_the_pages_say(
     failed = fail("s3://bucket/prefix")
     fixed.touch()
     blocks = blocks_of(DOCS / "resume.md")
-    assert [language for language, _ in blocks] == ["bash", "python"]
+    assert [language for language, _ in blocks] == ["bash", "python", "bash"]
+    assert blocks[2][1].startswith("dask worker "), "which other tests start"
     type_(blocks[0][1])
     resumed, first = list_records(storage_from_uri("s3://bucket/prefix"))
     assert (first.run_id, resumed.state, resumed.num_steps) == (failed, "completed", 20)
