@@ -205,9 +205,9 @@ def _draw(
                 last_x = float(mark)
                 anchor = "start" if last_x < WIDTH - RIGHT - MIN_APART else "end"
                 parts.append(_text(mark, bottom - 4, words, anchor=anchor, colour=RESUMED))
-    parts += [_line("M" + _path(curve, steps, values), PALE) for curve in pale]
+    parts += [_line("M" + "L".join(_points(curve, steps, values)), PALE) for curve in pale]
     for i, (colour, (name, curve)) in enumerate(zip(COLOURS, panel.items(), strict=False)):
-        points = _path(curve, steps, values).split("L")
+        points = _points(curve, steps, values)
         parts.append(_line("M" + "L".join(points), colour, width=1.8))
         if len(points) <= MAX_POINTS_WITH_DOTS:
             parts.append(_line("".join(f"M{point}h0" for point in points), colour, width=5))
@@ -217,8 +217,8 @@ def _draw(
     return "".join(parts)
 
 
-def _path(curve: Curve, steps: _Axis, values: _Axis) -> str:
-    return "L".join(f"{steps.at(x)},{values.at(y)}" for x, y in curve)
+def _points(curve: Curve, steps: _Axis, values: _Axis) -> list[str]:
+    return [f"{steps.at(x)},{values.at(y)}" for x, y in curve]
 
 
 def _line(path: str, colour: str, width: float = 1.0, *, dashed: bool = False) -> str:
