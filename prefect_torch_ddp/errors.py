@@ -1,6 +1,7 @@
 """Every exception of the package. They cross processes by pickle, cause included.
 
-None is a TimeoutError: user code and libraries catch those for their own reasons.
+None is a TimeoutError: user code and libraries catch those for their own reasons. The
+module is long by its docstrings, of which each has an example.
 """
 
 import pickle
@@ -58,7 +59,7 @@ class PrefectTorchDdpError(Exception):
 
 @exported_by("prefect_torch_ddp")
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
-    """A given value is invalid. Raised before any work starts.
+    """A given value is invalid. Raised before any work starts, if the value is known then.
 
     The message says which value, why, and what to give instead.
 

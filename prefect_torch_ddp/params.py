@@ -1,4 +1,7 @@
-"""The parameters of gangs, tasks and flows: each option, its type, default and meaning, once."""
+"""The parameters of gangs, tasks and flows: each option, its type, default and meaning, once.
+
+The module is long by the texts of options, from which `help`, the manual and the form are made.
+"""
 
 import ipaddress
 import math

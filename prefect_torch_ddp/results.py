@@ -1,4 +1,7 @@
-"""Results of a run: small typed values that any process can read and print as JSON."""
+"""Results of a run: small typed values that any process can read and print as JSON.
+
+The module is long by its docstrings, of which each has an example.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
