@@ -573,3 +573,10 @@ def _name_ranks(failures: Sequence[RankFailure]) -> str:
         by_host.setdefault(failure.host, []).append(str(failure.rank))
     named = ", ".join(f"{', '.join(ranks)} on {host}" for host, ranks in by_host.items())
     return f"{'rank' if len(failures) == 1 else 'ranks'} {named}"
+
+
+COMES_BACK = (ImportError, SyntaxError, InvalidParamsError, NewerFormatError, SupersededError)
+"""Errors that another attempt can't avoid, wherever they are raised.
+
+One by SupersededError would even stop the newer attempt that runs in its place.
+"""

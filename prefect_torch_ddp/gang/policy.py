@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from prefect_torch_ddp.errors import (
+    COMES_BACK,
     GangCancelledError,
     GangError,
     GangGrowsError,
     GangHungError,
-    InvalidParamsError,
-    NewerFormatError,
     RankFailedError,
     SchedulerLostError,
-    SupersededError,
     SupervisorLostError,
     VersionConflictError,
     WorkerLostError,
@@ -29,14 +27,7 @@ ATTEMPT_FAILURES = (RankFailedError, WorkerLostError, GangHungError, GangGrowsEr
 """How an attempt can end that another may follow within the same call."""
 TASK_LOSSES = (SupervisorLostError, SchedulerLostError)
 """How a flow loses a task, which then can't be retried by Prefect."""
-_FINAL = (
-    GangCancelledError,
-    InvalidParamsError,
-    NewerFormatError,
-    SchedulerLostError,
-    SupersededError,
-    VersionConflictError,
-)
+_FINAL = (*COMES_BACK, GangCancelledError, SchedulerLostError, VersionConflictError)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
@@ -176,6 +167,6 @@ def _why_final(error: BaseException) -> str | None:
     if isinstance(error, _FINAL):
         return f"a {type(error).__name__} comes back, or nobody wants another try"
     cause = getattr(error, "__cause__", None)  # a task may also end in a state without an error
-    if isinstance(cause, ImportError | SyntaxError):
+    if isinstance(cause, COMES_BACK):
         return f"its cause, {type(cause).__name__}, comes back at every try"
     return None

@@ -12,13 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from prefect_torch_ddp.errors import (
-    InvalidParamsError,
-    NewerFormatError,
-    StorageError,
-    SupersededError,
-    UnpicklableValueError,
-)
+from prefect_torch_ddp.errors import COMES_BACK, StorageError, UnpicklableValueError
 from prefect_torch_ddp.protocol.events import MAX_TEXT, RankFailure, Retryability
 from prefect_torch_ddp.rank.user_code import advise, text_of
 
@@ -33,8 +27,6 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-# A superseded attempt that began again would fence off its successor.
-_HOPELESS = (ImportError, SyntaxError, InvalidParamsError, NewerFormatError, SupersededError)
 _TRANSIENT = (OSError, MemoryError, StorageError)
 # Messages of a device, a driver or the kernel, in exceptions that Python calls RuntimeErrors.
 _TRANSIENT_TEXT = re.compile(
@@ -107,7 +99,7 @@ def retryability_of(error: BaseException) -> Retryability:
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return "transient"
-    if any(isinstance(link, _HOPELESS) for link in _chain(error, with_context=False)):
+    if any(isinstance(link, COMES_BACK) for link in _chain(error, with_context=False)):
         return "hopeless"
     return "transient" if any(map(_is_transient, _chain(error))) else "open"
 

@@ -5,13 +5,13 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord, flat
-from prefect_torch_ddp.storage.formats import DAMAGE, TENSORBOARD
+from prefect_torch_ddp.storage.formats import DAMAGE, TENSORBOARD, build
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar, text
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
@@ -22,6 +22,21 @@ STATE = "prefect_torch_ddp.json"
 """In a run's folder: the mark, and which part of the event file was written when."""
 EVENTS, OURS = "events.out.tfevents.", ".prefect-torch-ddp"
 """How the names of event files begin, and how those of ours end."""
+
+
+@dataclass
+class _State:
+    """What is kept of a run's folder, in its file STATE."""
+
+    file: str
+    """The event file's name."""
+    num_bytes: int
+    """Of the event file, as far as it is complete."""
+    last_steps: dict[str, int] = field(default_factory=dict)
+    """By metric."""
+    mark: Mark | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Fields that a later version added; they are written back."""
 
 
 class TensorboardTracker:
@@ -40,28 +55,26 @@ class TensorboardTracker:
             base: the folder for all runs.
         """
         self._base = self._folder = base
-        self._state: dict[str, Any] = {}
+        self._opened: _State | None = None
 
     @property
     def url(self) -> str:
         """The folder of the run."""
-        return str(self._folder) if self._state else ""
+        return "" if self._opened is None else str(self._folder)
 
     def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:  # noqa: ARG002
         """Find the run's newest folder, or make its first; see `Tracker`."""
         with self._errors():
             first = 1, self._base / record.run_id
             self._folder = max(self._folders(record.run_id), default=first)[1]
-            self._state = _read_state(self._folder) or {}
-            if not self._state:
+            self._opened = state = _read_state(self._folder)
+            if state is None:
                 self._begin(record)
                 return Position(None, {})
-            last_steps = self._state["last_steps"]
             # What was written after the state, by a sync that was killed.
-            for tag, step in self._file.scalars_after(self._state["num_bytes"]):
-                last_steps[tag] = max(step, last_steps.get(tag, -1))
-        mark = self._state["mark"]
-        return Position(None if mark is None else Mark(**mark), dict(last_steps))
+            for tag, step in self._file.scalars_after(state.num_bytes):
+                state.last_steps[tag] = max(step, state.last_steps.get(tag, -1))
+        return Position(state.mark, dict(state.last_steps))
 
     def begin_again(self, record: RunRecord) -> None:
         """Begin another folder; `describe` deletes the one before it; see `Tracker`."""
@@ -73,7 +86,8 @@ class TensorboardTracker:
     def put_mark(self, mark: Mark) -> None:
         """Keep a mark in the run's folder."""
         with self._errors():
-            self._write_state(mark=asdict(mark))
+            self._state.mark = mark
+            self._write_state()
 
     def send(self, points: Sequence[Point]) -> None:
         """Append points; of several points of a metric at a step, the last; see `Tracker`."""
@@ -89,7 +103,7 @@ class TensorboardTracker:
             at = record.num_steps or 0, record.ended.timestamp()
             measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
             values = {f"evaluation/{name}": value for name, value in measured.items()}
-            there = self._state["last_steps"]
+            there = self._state.last_steps
             self._append_scalars(
                 (name, value, *at)
                 for name, value in values.items()
@@ -102,8 +116,13 @@ class TensorboardTracker:
                     self._delete(folder)
 
     @property
+    def _state(self) -> _State:
+        assert self._opened is not None, "open() comes first"
+        return self._opened
+
+    @property
     def _file(self) -> EventFile:
-        return EventFile(self._folder / self._state["file"])
+        return EventFile(self._folder / self._state.file)
 
     def _begin(self, record: RunRecord) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +131,7 @@ class TensorboardTracker:
         began_s = record.began.timestamp()
         file = f"{EVENTS}{int(began_s)}.{socket.gethostname()}{OURS}"
         num_bytes = EventFile(self._folder / file).make(began_s)
-        self._state = {"mark": None, "file": file, "num_bytes": num_bytes, "last_steps": {}}
+        self._opened = _State(file, num_bytes)
         self._append([text("parameters", _parameters(record), began_s)])
         self._write_state()
 
@@ -120,29 +139,29 @@ class TensorboardTracker:
         """Append values of metrics: name, value, step and Unix time."""
         if found := list(values):
             self._append([scalar(*each) for each in found])
-            self._state["last_steps"] |= {name: step for name, _, step, _ in found}
+            self._state.last_steps |= {name: step for name, _, step, _ in found}
 
     def _append(self, events: Sequence[Any]) -> None:
         with self._errors():
-            self._state["num_bytes"] = self._file.append(events)
+            self._state.num_bytes = self._file.append(events)
 
     def _delete(self, folder: Path) -> None:
         """Delete what this tracker wrote in a folder, if it can be read; other files stay."""
         state = _read_state(folder)
         if state is not None:
-            (folder / state["file"]).unlink(missing_ok=True)
+            (folder / state.file).unlink(missing_ok=True)
             (folder / STATE).unlink()
             with suppress(OSError):
                 folder.rmdir()
 
-    def _write_state(self, **changes: Any) -> None:
-        self._state |= changes
+    def _write_state(self) -> None:
         # What the state says of the file has to outlive this machine if the state does.
         self._file.sync()
         path = self._folder / STATE
         new = path.with_suffix(".new")
         with new.open("wb") as file:
-            file.write(TENSORBOARD.to_bytes(self._state))
+            values = asdict(self._state)
+            file.write(TENSORBOARD.to_bytes(values.pop("unknown") | values))
             file.flush()
             os.fsync(file.fileno())
         new.rename(path)
@@ -183,8 +202,8 @@ def tensorboard_folder(storage: Storage) -> Path:
     return storage.local_folder / "tensorboard"
 
 
-def _read_state(folder: Path) -> dict[str, Any] | None:
-    """Return what is kept of a folder, with fields that a later version added; None: nothing.
+def _read_state(folder: Path) -> _State | None:
+    """Return what is kept of a folder; None: nothing.
 
     Raises:
         NewerFormatError: a later version wrote it.
@@ -193,17 +212,18 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
     path = folder / STATE
     try:
         found = TENSORBOARD.from_bytes(path.read_bytes(), str(path))
-        for name in ("mark", "file", "num_bytes", "last_steps"):
-            found[name]
-        if Path(found["file"]).name != found["file"]:
-            msg = f"its file {found['file']!r} is outside of its folder"
+        known = {name: found.pop(name) for name in ("file", "num_bytes", "last_steps", "mark")}
+        if known["mark"] is not None:
+            known["mark"] = build(Mark, known["mark"])
+        if Path(known["file"]).name != known["file"]:
+            msg = f"its file {known['file']!r} is outside of its folder"
             raise ValueError(msg)
     except FileNotFoundError:
         return None
     except DAMAGE as error:
         msg = f"{path} isn't ours, or damaged: delete {folder}, to have it written again"
         raise TrackerError(msg) from error
-    return found
+    return _State(**known, unknown=found)
 
 
 def _parameters(record: RunRecord) -> str:
