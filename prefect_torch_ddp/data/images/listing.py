@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
+from prefect_torch_ddp.data.images.compact_rows import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.formats import IMAGE_INDEX

@@ -12,8 +12,8 @@ from prefect_torch_ddp.data.tables.columns import (
     common_kind,
     texts_in,
 )
-from prefect_torch_ddp.data.tables.files import TableFile
 from prefect_torch_ddp.data.tables.form import Form
+from prefect_torch_ddp.data.tables.parquet_files import TableFile
 from prefect_torch_ddp.errors import InvalidParamsError
 
 INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__")

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from prefect_torch_ddp.data.tables.files import TableFile
+from prefect_torch_ddp.data.tables.parquet_files import TableFile
 from prefect_torch_ddp.errors import InvalidParamsError
 
 Kind: TypeAlias = Literal["bool", "int", "float", "category"]

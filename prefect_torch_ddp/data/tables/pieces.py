@@ -13,8 +13,8 @@ import torch
 
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.tables.columns import Column, nulls_refused
-from prefect_torch_ddp.data.tables.files import TableFile
 from prefect_torch_ddp.data.tables.form import Array, Form
+from prefect_torch_ddp.data.tables.parquet_files import TableFile
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 

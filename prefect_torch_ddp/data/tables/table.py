@@ -86,10 +86,10 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     """
     _require_pyarrow()
     # They load pyarrow.
-    from prefect_torch_ddp.data.tables import choices, dataset, files, pieces  # noqa: PLC0415
+    from prefect_torch_ddp.data.tables import choices, dataset, parquet_files, pieces  # noqa: PLC0415
 
-    found = files.with_footers(
-        files.find_files(
+    found = parquet_files.with_footers(
+        parquet_files.find_files(
             where, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
         )
     )
