@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.rank.strategies.strategy import Strategy
     from prefect_torch_ddp.rank.training.saver import Saver
     from prefect_torch_ddp.rank.training.steps import StepLoop
-    from prefect_torch_ddp.rank.training.tracker import Tracker
+    from prefect_torch_ddp.rank.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,12 @@ class ContextParts:
         return Saver(self.config, self.info, self.replay, *shown, self.tracked)
 
     @cached_property
-    def tracker(self) -> "Tracker":
+    def training_state(self) -> "TrainingState":
         """What restores, and has the saver save."""
-        from prefect_torch_ddp.rank.training.tracker import Tracker  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.training.training_state import TrainingState  # noqa: PLC0415 - torch
 
         shown = (self.reporter, self.link.heartbeat)
-        return Tracker(self.config, self.info, self.replay, self.saver, *shown)
+        return TrainingState(self.config, self.info, self.replay, self.saver, *shown)
 
     @cached_property
     def loop(self) -> "StepLoop":
@@ -110,7 +110,7 @@ class ContextParts:
 
         self.saver.take_passes = self.gradients.take_passes
         here = (self.config, self.info, self.requests, self.replay, self.link)
-        return StepLoop(*here, self.reporter, self.tracker, self.gradients)
+        return StepLoop(*here, self.reporter, self.training_state, self.gradients)
 
     @cached_property
     def program(self) -> "Program":
@@ -118,7 +118,7 @@ class ContextParts:
         from prefect_torch_ddp.rank.programs.program import Program  # noqa: PLC0415 - loads torch
 
         here = (self.config, self.info, self.requests, self.replay.numbers, self.link)
-        return Program(*here, self.saver, self.tracker)
+        return Program(*here, self.saver, self.training_state)
 
     @property
     def saves_folders(self) -> bool:
@@ -136,7 +136,7 @@ class ContextParts:
         try:
             self._close_loops(failed=failed)
             if self._has("saver") or (self.info.world_size > 1 and not failed):
-                self.tracker.close(failed=failed, error=error)
+                self.training_state.close(failed=failed, error=error)
             if progress.stopped_by is not None and not failed:
                 last = self.saver.last
                 last_saved = None if last is None else last.step
@@ -161,7 +161,7 @@ class ContextParts:
         from prefect_torch_ddp.rank.training.outcome import checkpoints_of  # noqa: PLC0415 - torch
 
         has_ended = self.progress.stopped_by is None if self.info.rank == 0 else None
-        found = (self.config, self.saver.last, self.tracker.resumed)
+        found = (self.config, self.saver.last, self.training_state.resumed)
         return {**counts, **checkpoints_of(*found, has_ended=has_ended)}
 
     def export_models(self, workload: str, value: Mapping[str, Any]) -> dict[str, str]:

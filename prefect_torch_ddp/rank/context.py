@@ -286,7 +286,7 @@ class RankContext:
         Raises:
             CheckpointError: an object isn't in the checkpoint, or doesn't match its saved state.
         """
-        self._parts.tracker.track(objects)
+        self._parts.training_state.track(objects)
 
     def track_each(
         self, *, on_other_world_size: Literal["refuse", "begin"] = "refuse", **objects: Any
@@ -306,7 +306,7 @@ class RankContext:
             CheckpointError: the checkpoint has no such object, was written by another number of
                 ranks, or doesn't match the object.
         """
-        self._parts.tracker.track_each(objects, begins_anew=on_other_world_size == "begin")
+        self._parts.training_state.track_each(objects, begins_anew=on_other_world_size == "begin")
 
     def state(self, name: str = "state", /, **values: Any) -> "Values":
         """Put plain values into every checkpoint, and restore them on resume.
@@ -334,7 +334,7 @@ class RankContext:
         from prefect_torch_ddp.rank.training.values import Values  # noqa: PLC0415 - if used
 
         made = Values(values)
-        self._parts.tracker.track({name: made})
+        self._parts.training_state.track({name: made})
         return made
 
     def steps(
@@ -491,9 +491,9 @@ class RankContext:
             if force:
                 self._requests.ask_for_save()
         elif force:
-            self._parts.tracker.save_outside()
+            self._parts.training_state.save_outside()
         else:
-            self._parts.tracker.save_if(self._parts.tracker.due())
+            self._parts.training_state.save_if(self._parts.training_state.due())
 
     @property
     def checkpoint_folder(self) -> Path:

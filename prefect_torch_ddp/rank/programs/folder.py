@@ -13,14 +13,14 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.training.saver import Saver
-from prefect_torch_ddp.rank.training.tracker import Tracker
+from prefect_torch_ddp.rank.training.training_state import TrainingState
 
 
 class CheckpointFolder:
     """A rank's local folder, which begins with the newest folder that all ranks committed."""
 
-    def __init__(self, tracker: Tracker, saver: Saver, heartbeat: HeartbeatWriter) -> None:
-        """Restore; see `Tracker.open_folder` for what it raises.
+    def __init__(self, state: TrainingState, saver: Saver, heartbeat: HeartbeatWriter) -> None:
+        """Restore; see `TrainingState.open_folder` for what it raises.
 
         It lies in the rank's scratch folder, which its agent removes, so that it needs no name
         that is free on every host.
@@ -28,7 +28,7 @@ class CheckpointFolder:
         self._saver = saver
         self._heartbeat = heartbeat
         self.root = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=get_temp_dir()))
-        restorer = tracker.open_folder(self.root)
+        restorer = state.open_folder(self.root)
         manifest = restorer.manifest
         self.committed = None if manifest is None else self.root / (manifest.folder or "")
         """The restored folder; None: there was none."""

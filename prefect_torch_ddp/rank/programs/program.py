@@ -12,7 +12,7 @@ from prefect_torch_ddp.rank.training.loop_progress import Requests
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.step_end import StepEnd
-from prefect_torch_ddp.rank.training.tracker import Tracker
+from prefect_torch_ddp.rank.training.training_state import TrainingState
 
 
 class Program:
@@ -26,18 +26,18 @@ class Program:
         numbers: CheckpointNumbers,
         link: Link,
         saver: Saver,
-        tracker: Tracker,
+        state: TrainingState,
     ) -> None:
         """Make neither yet."""
         self._config, self._info, self._link = config, info, link
         self._requests, self._numbers = requests, numbers
-        self._saver, self._tracker = saver, tracker
+        self._saver, self._state = saver, state
         self._loop: OwnLoop | None = None
 
     @cached_property
     def folder(self) -> CheckpointFolder:
         """The folder of its checkpoints."""
-        return CheckpointFolder(self._tracker, self._saver, self._link.heartbeat)
+        return CheckpointFolder(self._state, self._saver, self._link.heartbeat)
 
     @property
     def saves_folders(self) -> bool:

@@ -20,7 +20,7 @@ from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.step_end import StepEnd
-from prefect_torch_ddp.rank.training.tracker import Tracker
+from prefect_torch_ddp.rank.training.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class StepLoop:
         replay: Replay,
         link: Link,
         reporter: Reporter,
-        tracker: Tracker,
+        state: TrainingState,
         gradients: Strategy,
     ) -> None:
         """Take part in the ranks' agreements from now on; see `StepEnd` for what it raises."""
@@ -47,7 +47,7 @@ class StepLoop:
         self._replay = replay
         self._link = link
         self._reporter = reporter
-        self._tracker = tracker
+        self._state = state
         self._gradients = gradients
         self._num_loops = 0
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
@@ -56,7 +56,7 @@ class StepLoop:
         self, loader: object, epochs: object, total: object, *, begins_anew: bool = False
     ) -> "Steps":
         """Check the arguments and return the loop."""
-        follow = partial(self._tracker.follow, begins_anew=begins_anew)
+        follow = partial(self._state.follow, begins_anew=begins_anew)
         return Steps(self, plan_for(self._config, loader, epochs, total, follow))
 
     def begin(self, plan: Plan) -> Iterator[Any]:
@@ -77,10 +77,10 @@ class StepLoop:
         loop = self._num_loops
         self._num_loops += 1
         if loop == 0:
-            self._tracker.begin()
+            self._state.begin()
         if self._is_over(loop) or progress.has_stopped:
             return
-        self._tracker.enter_call(loop)
+        self._state.enter_call(loop)
         plan.enter(progress, loop)
         if progress.position.stopped_early:
             return
@@ -165,9 +165,9 @@ class StepLoop:
             self._end.heed(stop, step)
             asked = Reason.STOP
         else:
-            by_clock = partial(self._tracker.due, by_clock=True)
+            by_clock = partial(self._state.due, by_clock=True)
             asked = self._end.save(step, asked, by_clock, is_last=is_last)
-        self._tracker.save_if(self._tracker.due(asked))
+        self._state.save_if(self._state.due(asked))
         return progress.has_stopped
 
     def _leave_within_step(self, share: BatchShare) -> None:

@@ -1,4 +1,4 @@
-"""The tracker: takes the objects of user code, restores them, and has them saved."""
+"""The state of a training: takes the objects of user code, restores them, and has them saved."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +22,7 @@ from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.saves import Reason
 
 
-class Tracker:
+class TrainingState:
     """Restores the tracked objects, the random generators and the position.
 
     On resume, user code runs again from the top. Saves are skipped until it reaches the checkpoint;
