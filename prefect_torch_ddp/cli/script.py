@@ -64,7 +64,7 @@ def run_script(
     os.environ["PREFECT_API_URL"] = find_or_start_server()
     from prefect_dask import DaskTaskRunner
 
-    from prefect_torch_ddp.tasks.clusters.local import local_cluster
+    from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
     from prefect_torch_ddp.tasks.ddp_script import ddp_script
 
     task = ddp_script(

@@ -24,7 +24,7 @@ from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versi
 from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
 FEW_OPEN_FILES = 4096

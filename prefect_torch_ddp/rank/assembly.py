@@ -98,7 +98,9 @@ class ContextParts:
     @cached_property
     def training_state(self) -> "TrainingState":
         """What restores, and has the saver save."""
-        from prefect_torch_ddp.rank.training.training_state import TrainingState  # noqa: PLC0415 - torch
+        from prefect_torch_ddp.rank.training.training_state import (  # noqa: PLC0415 - loads torch
+            TrainingState,
+        )
 
         shown = (self.reporter, self.link.heartbeat)
         return TrainingState(self.config, self.info, self.replay, self.saver, *shown)

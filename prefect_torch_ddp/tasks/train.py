@@ -11,7 +11,7 @@ from prefect.logging import get_run_logger
 from prefect_torch_ddp.checkpoint.attempts import read_failures
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
-from prefect_torch_ddp.tasks.gangs.training import training_gang
+from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.workload import path_of

@@ -10,7 +10,7 @@ from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.benchmarks import paired_steps
 from tests.benchmarks.beside import rounds, show
 from tests.support.gangs import RUN_WITH_CONTEXT

@@ -13,7 +13,7 @@ from prefect import flow
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import ddp_task, sweep_report
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.benchmarks.beside import rounds, show
 from tests.benchmarks.sweep_trials import trial
 

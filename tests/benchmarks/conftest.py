@@ -6,7 +6,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.workloads import plain
 
 

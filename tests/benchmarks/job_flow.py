@@ -29,7 +29,7 @@ if __name__ == "__main__":
         _, storage, times, *address = sys.argv
         run(storage, times, *address[:1])
     else:
-        from prefect_torch_ddp.tasks.clusters.local import local_cluster
+        from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 
         with local_cluster(n_workers=2) as cluster:
             for line in sys.stdin:

@@ -10,7 +10,7 @@ from prefect import flow
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import CheckpointParams, ddp_task
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.benchmarks import steady, trainer_steps
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.programs.folder import CheckpointFolder
+from prefect_torch_ddp.rank.programs.checkpoint_folder import CheckpointFolder
 from prefect_torch_ddp.rank.programs.own_loop import Due, OwnLoop
 from prefect_torch_ddp.rank.training.loop_progress import Requests
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers

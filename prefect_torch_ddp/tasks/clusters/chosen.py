@@ -8,7 +8,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
 

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.integration.gang.test_cancel import saved_steps, training
 from tests.support.gangs import all_gone, workers_of
 from tests.support.waiting import HANG_S, wait_until
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.extended
 CALLER = """
 import sys
 from distributed import Client
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 print("begins", flush=True)
 if __name__ == "__main__":
     with local_cluster(n_workers=1) as cluster, Client(cluster):

@@ -21,7 +21,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.page.headline import RunView

@@ -29,7 +29,7 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.errors import SupervisorLostError
-from prefect_torch_ddp.tasks.clusters.local import HEARTBEAT_S, local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import HEARTBEAT_S, local_cluster
 from prefect_torch_ddp.tasks.watch.task_watch import TaskWatch
 from tests.integration.tasks.test_run_record import events_of, only_record
 from tests.support.gangs import all_gone, extra_worker, pids_in
@@ -121,7 +121,7 @@ UNGUARDED = """
 import os, sys, time
 print("the script runs", flush=True)
 from distributed import Client
-from prefect_torch_ddp.tasks.clusters.local import local_cluster
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 cluster = local_cluster(n_workers=1)
 client = Client(cluster)
 both = lambda: list(client.run(lambda: (os.getpid(), os.getppid())).values())
