@@ -13,9 +13,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, Params, TrainParams
-from prefect_torch_ddp.form import summary_of
 from prefect_torch_ddp.gang.caller.plan import CallParams
 from prefect_torch_ddp.option_lines import OptionLine, option_lines
+from prefect_torch_ddp.run_form import summary_of
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prefect_torch_ddp.form import OPTIONS_HEADING
+from prefect_torch_ddp.run_form import OPTIONS_HEADING
 
 UNITS = {
     "s": "seconds",

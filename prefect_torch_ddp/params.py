@@ -26,11 +26,11 @@ from pydantic import (
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.form import arrange
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.protocol.rank import Backend, Launcher
 from prefect_torch_ddp.refusals import with_near_names
+from prefect_torch_ddp.run_form import arrange
 
 Determinism = Literal["default", "elastic"]
 TrackerName = Literal["mlflow", "tensorboard"]

@@ -9,10 +9,10 @@ import typer
 
 from prefect_torch_ddp.cli.doctor import doctor
 from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, is_cancel
+from prefect_torch_ddp.cli.run_script import run_script
 from prefect_torch_ddp.cli.runs import metrics, runs, show
-from prefect_torch_ddp.cli.script import run_script
 from prefect_torch_ddp.cli.sync import sync
-from prefect_torch_ddp.cli.training import resume, train
+from prefect_torch_ddp.cli.train import resume, train
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 
 NAME = "prefect-torch-ddp"

@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_UI_URL
 
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.page.headline import RunView, about
-from prefect_torch_ddp.tasks.report.page.runs import render_runs
+from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 
 MAX_KEY_NAME = 60

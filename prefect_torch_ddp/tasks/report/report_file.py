@@ -8,7 +8,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.page.document import render_document
 from prefect_torch_ddp.tasks.report.page.headline import RunView
 from prefect_torch_ddp.tasks.report.page.links import Links, report_key, runs_key
-from prefect_torch_ddp.tasks.report.page.runs import render_runs
+from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 
 TIMEOUT_S = 10.0

@@ -18,7 +18,6 @@ from prefect_torch_ddp.tasks.report.markdown import (
     text,
 )
 from prefect_torch_ddp.tasks.report.page.checkpoints import checkpoint_list, load_section
-from prefect_torch_ddp.tasks.report.page.comparison import best, comparison, judged_by
 from prefect_torch_ddp.tasks.report.page.epochs import epoch_table
 from prefect_torch_ddp.tasks.report.page.evaluation import (
     class_table,
@@ -33,6 +32,7 @@ from prefect_torch_ddp.tasks.report.page.headline import (
     headline,
     standing,
 )
+from prefect_torch_ddp.tasks.report.page.last_and_best import best, comparison, judged_by
 from prefect_torch_ddp.tasks.report.page.links import web_link
 from prefect_torch_ddp.tasks.report.page.plot import left_out, render_curves
 from prefect_torch_ddp.tasks.report.page.ranks import goodput_table, rank_table

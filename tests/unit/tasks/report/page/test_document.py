@@ -9,7 +9,7 @@ from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.page.document import render_document
 from prefect_torch_ddp.tasks.report.page.headline import RunView
 from prefect_torch_ddp.tasks.report.page.links import Links, report_key, runs_key
-from prefect_torch_ddp.tasks.report.page.runs import render_runs
+from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.pages import (

@@ -3,7 +3,7 @@
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError
-from prefect_torch_ddp.cli.script import placed
+from prefect_torch_ddp.cli.run_script import placed
 
 
 @pytest.mark.parametrize(
