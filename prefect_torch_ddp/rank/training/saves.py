@@ -128,10 +128,11 @@ class SaveClock:
         has_settled = len(self.costs) == NUM_COSTS and self.interval_s <= before_s
         if has_settled and cost is not None and not self.has_said:
             self.has_said = True
+            spent_s = cost.stall_s + cost.cpu_s
             logger.info(
-                "a checkpoint is written every %.3g s: it costs %.0f ms, and by default all of "
-                "them cost at most %.0f %% of the time; checkpoint.every_s sets another interval",
+                "a checkpoint is written every %.3g s: it costs %.0f ms, %.2g %% of the time; "
+                "checkpoint.every_s sets another interval",
                 self.interval_s,
-                (cost.stall_s + cost.cpu_s) * 1000,
-                COST_SHARE * 100,
+                spent_s * 1000,
+                spent_s / self.interval_s * 100,
             )

@@ -119,8 +119,18 @@ def test_the_interval_is_said_once_when_it_has_settled(caplog: pytest.LogCapture
         auto.note(cost(spent_s))
         fixed.note(cost(spent_s))
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("a checkpoint is written every 5 s: it costs 50 ms, and by default")
+    assert said.startswith("a checkpoint is written every 5 s: it costs 50 ms, 1 % of the time;")
     assert (auto.pace(), fixed.pace()) == (Pace(0.0, 5.0), Pace(0.0, 7.0))
+
+
+def test_a_share_above_the_usual_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The longest interval is kept to, even if a checkpoint then costs more than 1 %."""
+    caplog.set_level(logging.INFO)
+    auto = SaveClock("auto", 0.0, interval_s=60.0)
+    for _ in range(3):
+        auto.note(cost(0.9))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a checkpoint is written every 60 s: it costs 900 ms, 1.5 % of the time")
 
 
 def test_by_default_no_save_waits_for_another_one() -> None:
