@@ -49,7 +49,7 @@ def test_stall_of_a_save(client: Client, tmp_path: Path) -> None:
         found = stall, worst, first - idle_s, beside, unfinished
         rows.append((way, *(f"{seconds * 1000:.0f}" for seconds in found), f"{share:.2%}"))
     head = "what | stall: median ms | worst ms | first ms | later steps longer by ms | "
-    head += "not written after them ms | "
+    head += "write ends after them by ms | "
     show(f"{head}share of time, a save every {BETWEEN_SAVES_S:.0f} s", rows)
     steps = saved.STEPS_OF_A_TURN - 1
     print(f"\nA step takes {quiet_s / steps * 1000:.0f} ms; the later steps are {steps}.")
