@@ -402,6 +402,9 @@ class TaskCancelled(BaseException):
 class GangCancelledError(GangError):
     """The gang was cancelled from outside while it ran.
 
+    `step` is the step after which all ranks stopped; None if they weren't in `ctx.steps`.
+    `checkpoint_step` is the step of the newest checkpoint; None if there is none.
+
     Example:
         Where a cancelled training can continue:
 

@@ -57,11 +57,15 @@ def option_lines(model: type[BaseModel], names: Iterable[str] | None = None) -> 
 
 
 def add_option_lines(target: Any, model: type[BaseModel], names: Iterable[str]) -> None:
-    """Append options to the docstring of the function or class that takes them, for `help`."""
+    """Append options to the docstring of the function or class that takes them, for `help`.
+
+    There "Empty:", which is for the run form, becomes "None:".
+    """
     parts = [inspect.cleandoc(target.__doc__ or ""), f"\n{OPTIONS_HEADING}"]
     for name in names:
         field = model.model_fields[name]
-        text = f"{name}: {meaning_of(field)} Default: {default_of(field)}."
+        meaning = meaning_of(field).replace("Empty:", "None:")
+        text = f"{name}: {meaning} Default: {default_of(field)}."
         parts.append(textwrap.fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
     target.__doc__ = "\n".join(parts)
 

@@ -132,7 +132,8 @@ class GangParams(Params):
     """Number of ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1.
     For the local cluster that `train_flow` starts by itself: all ranks on its one worker."""
     backend: Backend = "auto"
-    """Collectives library. auto: nccl if CUDA is available, otherwise gloo."""
+    """Collectives library. auto: if every rank has its own GPU, nccl for CUDA tensors and gloo for
+    CPU tensors; otherwise only gloo, for example if ranks share a GPU."""
     min_world_size: Count | None = None
     """Smallest acceptable number of ranks while workers are missing: at the start after
     `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
@@ -153,9 +154,9 @@ class GangParams(Params):
     """Seconds that ranks wait for one another at the start."""
     # A function without a RankContext makes no steps, so nobody knows how long it may be quiet.
     progress_timeout_s: Seconds | None = None
-    """A gang ends as hung if no rank makes progress for so many seconds while the ranks that lag
-    are idle. While those use the CPU or the disk, the limit is ten times as long. Progress is a
-    collective, a step, a report or `report_progress()`. Empty: no limit."""
+    """A gang ends as hung if no rank makes progress for so many seconds. Progress is a step, a
+    collective, a report or `report_progress()`. While ranks use the CPU or the disk, the limit is
+    ten times as long. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
     """Seconds that cancelled ranks in `ctx.steps` have to stop after the same step and save it.
     Prefect gives a run 30 s. Ranks outside of `ctx.steps` are killed at once."""
@@ -237,8 +238,9 @@ class CheckpointParams(Params):
     """
 
     every_s: Seconds | Literal["auto"] | None = "auto"
-    """Seconds between two checkpoints. auto: so often that they cost at most 1 % of the time, which
-    is measured during the training; at least every 60 s, at most every 2 s. Empty: none by time."""
+    """Seconds between two checkpoints. auto: 2 to 60 s, adapted during the training so that
+    checkpoints cost at most 1 % of its time; more than that if a single one costs more than 0.6 s.
+    Empty: no checkpoints by time."""
     every_steps: Count | None = None
     """Optimizer steps between two checkpoints."""
     every_epochs: Count | None = None
@@ -257,7 +259,7 @@ class CheckpointParams(Params):
     last checkpoint can't be written, the training fails in any case."""
     compare_replicas: bool = True
     """Whether the ranks' weights are compared at each checkpoint. If they differ, the checkpoint
-    isn't written, and the training returns to the previous one."""
+    isn't written and the attempt fails. A restart or retry resumes from the previous checkpoint."""
 
 
 @exported_by("prefect_torch_ddp")
@@ -280,9 +282,10 @@ class ContextParams(GangParams):
     """The parameters of a gang whose function takes a RankContext."""
 
     progress_timeout_s: Seconds | None = 60.0
-    """A training is restarted as hung if no step advances for so many seconds. While its ranks use
-    the CPU or the disk, the limit is ten times as long. `report_progress()` counts as an advance.
-    Empty: no limit."""
+    """An attempt ends as hung if no rank makes progress for so many seconds. Progress is a step, a
+    collective, a report or `report_progress()`. Within a step, the limit is ten times as long while
+    ranks use the CPU or the disk. Outside of steps, for example in a validation, it is ten times as
+    long for idle ranks, and ranks that work have no limit. Empty: no limit."""
     storage: Reference = "~/prefect-torch-ddp"
     """Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block
     (s3-bucket/name)."""
@@ -295,9 +298,10 @@ class ContextParams(GangParams):
     resume_from: str | None = None
     """Run whose newest checkpoint this one starts from: its id, or its URI in another storage,
     `s3://bucket/prefix/runs/ID`; append `/checkpoints/step-00000400` for a certain checkpoint.
-    latest: the newest run of this deployment, flow and workload (or task), if it did not finish;
-    best: their best completed run, of which only the weights of modules are loaded. Without such a
-    run, the training starts from the beginning."""
+    Or latest or best, which choose among the runs of this deployment, flow and workload (or task).
+    latest: the newest run, if it did not finish. best: the best completed run, of which only the
+    weights of modules are loaded. If there is no such run, the training starts from the
+    beginning."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""
@@ -369,7 +373,7 @@ def _module_name(value: object) -> object:
 
 @exported_by("prefect_torch_ddp")
 class TrainParams(ContextParams):
-    """All parameters of a run of train-ddp.
+    """All parameters of `train_flow`, which Prefect calls train-ddp.
 
     Example:
         Four ranks that start from the last unfinished run:

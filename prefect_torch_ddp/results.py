@@ -225,10 +225,10 @@ class TrainingSummary(Result):
     """What the train task returns.
 
     Example:
-        Seconds for each epoch, and the value that `train` returned:
+        The number of steps, and the value that `train` returned:
 
             training = report.training
-            print(training.duration_s / training.num_epochs, training.value)
+            print(training.num_steps, training.value)
     """
 
     run_id: str
@@ -238,8 +238,11 @@ class TrainingSummary(Result):
     """Number of ranks of that attempt. It is smaller than requested if workers were missing and
     `min_world_size` allowed it, and larger if the gang grew by `max_world_size`."""
     num_steps: int
+    """Optimizer steps of the training, over all attempts."""
     num_epochs: int
+    """Completed epochs, over all attempts."""
     duration_s: float
+    """Seconds that the finishing attempt took; `read_goodput` has the time of all attempts."""
     value: dict[str, float | int | str | bool | None]
     """The plain values of the dict that rank 0's train function returned."""
     last_checkpoint: CheckpointRef | None
@@ -248,6 +251,7 @@ class TrainingSummary(Result):
     """URIs of the exported weights of each tracked module, by its name; see
     `TrainReport.model_uri`."""
     resumed_from_step: int | None = None
+    """Step of the checkpoint from which the finishing attempt resumed. None: it didn't resume."""
     failures: tuple[FailedAttempt, ...] = ()
     """The attempts that failed before, oldest first. A gang that moved or grew isn't listed."""
 

@@ -26,15 +26,16 @@ class Ahead(list[int]):
 class LookAhead(Sampler[list[int]]):
     """A batch sampler that tells each loader process which batches it gets next.
 
-    A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further
-    on. Datasets that don't look ahead see plain lists. `RankContext.loader` does so by itself.
+    A DataLoader gives batches to its processes in turn, so a process's next batch comes
+    `num_workers` batches later. To a dataset that doesn't look ahead the batches are plain lists.
+    `ctx.loader` uses this class by itself.
 
     Args:
         batch_sampler: yields lists of indices.
-        num_workers: the DataLoader's.
+        num_workers: that of the DataLoader.
 
     Example:
-        With your own DataLoader; `ctx.loader` does this by itself:
+        With your own DataLoader:
 
             from prefect_torch_ddp.data import LookAhead
             from torch.utils.data import BatchSampler, DataLoader, RandomSampler

@@ -55,8 +55,8 @@ def seeded_split(
         held_out: share of the samples in the second list, between 0 and 1; each list gets at
             least one sample.
         seed: not negative.
-        targets: the class of each sample; given, every class is held out in the same share, as
-            near as whole samples allow.
+        targets: the class of each sample. Every class is then held out in the same share, as near
+            as whole samples allow. None: classes aren't considered.
 
     Raises:
         InvalidParamsError: no such split is possible.

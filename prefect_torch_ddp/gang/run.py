@@ -76,6 +76,9 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
             where they are in the code.
         GangCancelledError: the gang was cancelled from outside. The message says by what, and what
             was saved.
+        SchedulerLostError: the Dask scheduler is gone, or doesn't answer.
+        VersionConflictError: the caller and the workers, or two workers, have versions of a package
+            that don't fit together.
 
     Example:
         The sum of `0 + 1`, on each of two ranks. The function may be in the same file:

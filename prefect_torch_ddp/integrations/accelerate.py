@@ -26,8 +26,8 @@ def attach(accelerator: Accelerator) -> "Loop":
     torchrun, the loop is the plain one.
 
     Raises:
-        InvalidParamsError: an option of the Accelerator can't be kept right over attempts; names
-            it. Or the newest commit is of another number of ranks.
+        InvalidParamsError: the Accelerator has an option with which a resumed training would differ
+            or fail; the message names it. Or the newest commit is of another number of ranks.
     """
     if (ctx := current_context()) is None:
         return Loop(accelerator, None)
@@ -71,16 +71,17 @@ class Loop:
     def batches(self, loader: Any, *, epochs: int) -> Iterator[Any]:
         """Yield the batches of all epochs; after a resume, those that are left.
 
-        The loop's body trains on a batch. When it has ended an optimizer step, all ranks may save
-        by `accelerator.save_state`, or stop.
+        The loop's body trains on a batch. After a body that made an optimizer step, this iterator
+        saves by `accelerator.save_state` if a checkpoint is due, and ends if all ranks are to stop.
 
         Args:
             loader: a DataLoader that `accelerator.prepare` returned, with a dataset that has a
                 length.
-            epochs: how often it is gone through, over all attempts.
+            epochs: number of passes over the DataLoader, over all attempts.
 
         Raises:
-            InvalidParamsError: the DataLoader can't be resumed within an epoch; says why.
+            InvalidParamsError: the DataLoader can't be resumed within an epoch. The message says
+                why.
         """
         if self._ctx is None:
             return (batch for _ in range(epochs) for batch in loader)

@@ -19,7 +19,8 @@ def attach(trainer: Trainer) -> str | None:
     Returns None if there is none, or no RankContext, as under torchrun, where nothing changes.
 
     Raises:
-        InvalidParamsError: an option of the Trainer can't be kept right over attempts; names it.
+        InvalidParamsError: the Trainer has an option with which a resumed training would differ or
+            fail. The message names it.
     """
     if (ctx := current_context()) is None:
         return None

@@ -39,6 +39,22 @@ class RankContext:
     call `loader` and `steps` with the same arguments, and request checkpoints in the same steps.
     `report`, `save` and `request_stop` may be called on any rank.
 
+    Attributes:
+        rank: number of this rank in its gang, from 0.
+        world_size: number of ranks in the gang, equal on all of them.
+        local_rank: number of this rank among the gang's ranks on its host, from 0.
+        local_world_size: number of the gang's ranks on this host.
+        node_rank: number of this host among the gang's hosts, from 0.
+        run_id: id of the run, equal on all ranks. The run's folder in the storage is
+            `runs/<run id>`.
+        attempt: number of this attempt of the run, from 1, equal on all ranks.
+        stage: what the code runs for, equal on all ranks: "prepare", "train" or "evaluate" in a
+            workload, "task" in a `ddp_task`.
+        options: the run's options by name, equal on all ranks. In a workload, `train` and
+            `evaluate` also have the `data_options`; `prepare` has only these.
+        seed: the run's seed, equal on all ranks. In `prepare` it is 0, since runs with different
+            seeds share the dataset.
+
     Example:
         A training is plain PyTorch:
 
@@ -56,12 +72,18 @@ class RankContext:
     def __init__(self, parts: ContextParts) -> None:
         """A rank's function receives a context; elsewhere call `RankContext.local()`."""
         self.config = config = parts.config
-        self.rank, self.world_size = parts.info.rank, parts.info.world_size
-        self.local_rank, self.node_rank = parts.info.local_rank, parts.info.node_rank
-        self.local_world_size = parts.info.local_world_size
-        self.run_id, self.attempt, self.stage = config.run_id, config.attempt, config.stage
+        info = parts.info
+        # The manual shows these types.
+        self.rank: int = info.rank
+        self.world_size: int = info.world_size
+        self.local_rank: int = info.local_rank
+        self.local_world_size: int = info.local_world_size
+        self.node_rank: int = info.node_rank
+        self.run_id: str = config.run_id
+        self.attempt: int = config.attempt
+        self.stage = config.stage
         self.options: Mapping[str, Any] = config.options
-        self.seed = config.seed
+        self.seed: int = config.seed
         self._parts = parts
         self._progress, self._requests = parts.progress, parts.requests
 
@@ -120,9 +142,10 @@ class RankContext:
 
     @property
     def data(self) -> Path:
-        """The folder of the local dataset; in the prepare stage, the folder to write it to.
+        """The dataset's folder on this machine; in the prepare stage, the folder to write it to.
 
-        The first call on a machine downloads the dataset unless it is already there.
+        If the dataset is in a bucket, it is downloaded when a rank on this machine first reads this
+        property. The copy stays in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`).
 
         Raises:
             InvalidParamsError: this rank was given no dataset.
@@ -171,21 +194,23 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Train with the returned module: gradients of a forward pass of the model itself, or of
-        `.module`, aren't summed over the ranks. Wrap the model again after you change which
-        parameters are trained.
+        Train with the returned module: the gradients of a forward pass of the model itself, or of
+        `.module`, aren't summed over the ranks. If you change which parameters are trained, call
+        `wrap` again.
 
-        Within `steps` each rank's gradient is weighted by its share of the global batch. An
-        uneven tail therefore also gives exactly the gradient of its mean loss. If a step has
-        several pairs of a forward and a backward pass, their gradients add up; see
-        `micro_batches`. As under plain DDP, a second backward pass of the same forward pass isn't
-        summed over the ranks, and a warning says so: add a penalty to the loss instead. An
-        optimizer's step raises InvalidParamsError if no pass of its gradients was ever summed.
-        What you do within `no_sync` is up to you.
+        Within `steps` each rank's gradient is weighted by its share of the global batch. The result
+        is the gradient of the mean loss over the global batch, also if the shares are unequal. If a
+        step makes several forward passes, each with its own backward pass, their gradients add up;
+        see `micro_batches`.
 
-        Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and
-        forward passes involve no communication, so a single rank may do them: buffers are
-        synchronised from rank 0 after each backward pass instead.
+        As under plain DDP, a second backward pass through the same forward pass isn't summed over
+        the ranks, and a warning says so. Call `backward` once, on the sum of all losses and
+        penalties. An optimizer's step raises InvalidParamsError if the ranks have never summed one
+        of its gradients. Gradients of passes within `no_sync` aren't checked.
+
+        Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and forward
+        passes involve no communication, so a single rank may do them. Plain DDP sends rank 0's
+        buffers to all ranks before a forward pass; here this happens after each backward pass.
 
         Args:
             model: equal on all ranks. Its loss must be the mean over the local samples.
@@ -226,7 +251,9 @@ class RankContext:
             dataset: a map-style dataset, a `data.table`, or an object with shards(),
                 num_samples(shard) and iter_shard(shard).
             global_batch_size: number of samples per step over all ranks together. A rank's batch
-                has its share of them, with shape [samples, ...]. The shares are equal except in an
+                has its share of them, with shape [samples, ...]. Shares are equal if the number of
+                ranks divides the number of samples, otherwise they differ by one (with
+                `determinism="elastic"`, by more). An epoch may end with a smaller global batch, its
                 uneven tail.
             shuffle: use a new order in each epoch, derived from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
@@ -398,13 +425,15 @@ class RankContext:
     def micro_batches(
         self, batch: Any, *, max_samples: int | None = None
     ) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight): exact gradient accumulation, also over uneven shares.
+        """Yield (micro-batch, weight), for gradient accumulation that is exact for any shares.
 
-        The gradient is that of the mean loss over the global batch. The ranks sum it only in the
-        last backward pass. With a GradScaler, scale each weighted loss; after the loop unscale,
-        then clip, then step. To report the rank's mean loss, compute
-        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are fractions of
-        the global batch and don't add up to 1. There the gradients are set at the loop's end.
+        Multiply the mean loss of each micro-batch by its weight. The gradients then add up to that
+        of the mean loss over the global batch. The ranks sum them only in the last backward pass.
+        With a GradScaler, scale each weighted loss; after the loop unscale, then clip, then step.
+
+        To report the rank's mean loss, compute `sum(loss * weight) / sum(weight)`: with
+        `determinism="elastic"` the weights are fractions of the global batch and don't add up to 1.
+        In that mode read `.grad` only after the loop: the step's gradients are set when it ends.
 
         Args:
             batch: from `steps`: a tensor of shape [samples, ...], or tuples, lists and mappings of
@@ -473,12 +502,14 @@ class RankContext:
         self._parts.reporter.show_progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
-        """Request a checkpoint: at this step's end; outside of `steps` at once.
+        """Request a checkpoint: within `steps` at this step's end, outside at once.
 
-        Call it on every rank. Within `steps`, checkpoints that are due are written without a
-        request, and a step has at most one. Outside of `steps`, forced checkpoints are numbered
-        in order: 0, 1, 2, ... in your own loop. On resume, tracked objects and random generators
-        are restored from the newest checkpoint.
+        Call it on every rank. Within `steps` only `force=True` has an effect, since checkpoints
+        that are due are written without a request. A step has at most one. Outside of `steps` a
+        call without `force` writes one if it is due. Each checkpoint outside of `steps` takes the
+        next free number; in your own loop, without `steps`, these are 0, 1, 2, ... On resume,
+        tracked objects and random generators are restored from the newest checkpoint. With
+        `checkpoint_folder`, `force=True` makes the next call of `due` ask for a save.
 
         Args:
             force: write a checkpoint even if none is due.
@@ -511,7 +542,10 @@ class RankContext:
 
     @property
     def committed(self) -> Path | None:
-        """The folder of the newest commit in `checkpoint_folder`. None: no commit yet."""
+        """The folder in `checkpoint_folder` from which this attempt resumes. None: from none.
+
+        Later commits don't change it.
+        """
         return self._parts.program.folder.committed
 
     def commit(

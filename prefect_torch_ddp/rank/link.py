@@ -196,8 +196,9 @@ def current_link() -> Link:
 def report_progress() -> None:
     """Tell the supervisor that this rank makes progress; for functions that don't use `steps`.
 
-    A call takes less than a microsecond. After a rank's first call, its gang must keep making
-    progress if `progress_timeout_s` is set. Outside of a gang it does nothing.
+    It matters if `progress_timeout_s` is set: then a plain function is watched from its start, and
+    a function with a RankContext from the first call on, or from `ctx.steps`. A call takes less
+    than a microsecond. Outside of a gang it does nothing.
 
     Example:
         In a function that `run_gang` runs with `progress_timeout_s`:

@@ -19,9 +19,9 @@ RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
 
 @exported_by("prefect_torch_ddp")
 def check_key(key: str) -> str:
-    """Return a key that every storage can hold and that can't leave its root, as it is.
+    """Return the key as it is, or raise `BadKeyError` if it isn't valid in every storage.
 
-    `BadKeyError` says what is wrong with any other.
+    A valid key can't lead out of a storage's root. The error says what is wrong with the key.
 
     Example:
         In your own `Storage`, before a key becomes a path:

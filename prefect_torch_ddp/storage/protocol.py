@@ -126,9 +126,10 @@ class Readable(ABC):
         """Yield every object whose name begins with the string `prefix`, sorted by name."""
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield objects as `list_objects`, or folders' names, with their slash, for their contents.
+        """Yield what `list_objects` yields, or for a folder's contents only the folder's name.
 
-        A storage that can list folders separately does so; then several are listed concurrently.
+        The name ends with a slash. A storage that can list single folders yields such names, so
+        that the caller can list several folders concurrently. By default all objects are yielded.
         """
         return self.list_objects(prefix)
 
@@ -152,8 +153,8 @@ class Storage(Readable):
     and can't leave the root: `check_key` raises `BadKeyError` for others. Whatever else fails is
     a `StorageError` that names the object, the reason and a remedy.
 
-    It is a base class and no typing.Protocol, so that a question can be added with an answer for
-    storages that others wrote.
+    It is a base class and no typing.Protocol: a later version can add a method with a default, and
+    storages that others wrote continue to work.
 
     Example:
         Write an object that only one of several processes may write:

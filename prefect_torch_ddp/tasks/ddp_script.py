@@ -23,7 +23,7 @@ def ddp_script(
     resume_args: Sequence[object] = (),
     **options: Unpack[DdpTaskOptions],
 ) -> Task[..., None]:
-    """Make a torchrun script a Prefect task that runs on ranks of the flow's Dask cluster.
+    """Turn a torchrun script into a Prefect task that runs on ranks of the flow's Dask cluster.
 
     The script needs no changes: it initialises the process group from the environment and writes
     its own checkpoints. A call of the task may add arguments, `train("--seed", 1)`, so the task can

@@ -74,7 +74,7 @@ def ddp_task(**options: Unpack[DdpTaskOptions]) -> Callable[[RankFunction[P, R]]
 def ddp_task(
     fn: RankFunction[P, R] | None = None, /, **options: Unpack[DdpTaskOptions]
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
-    """Make a function a Prefect task that runs on ranks of the flow's Dask cluster.
+    """Turn a function into a Prefect task that runs on ranks of the flow's Dask cluster.
 
     The function's first parameter is a RankContext. Call the task without it; the task returns
     rank 0's value. The flow must use a DaskTaskRunner. A retry of the task restores tracked objects

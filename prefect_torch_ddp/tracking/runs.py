@@ -142,11 +142,11 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
 
     Columns: run_id, experiment, workload, state (training, completed, failed or cancelled), began,
     duration_s, attempts, world_size, steps, epochs, goodput (a share), core_hours, gpu_hours,
-    best_metric and best_value, accuracy, loss and other metrics of the evaluation, `train.` and
-    the last value of each metric, commit, is_dirty, model_uri, cause. A run whose process was
-    killed stays at `training`, without a duration, until a retry of it continues. Use `began` and
-    Prefect's flow run to tell it from a run that trains. A damaged record is left out, with a
-    warning.
+    best_metric and best_value, accuracy, loss and other metrics of the evaluation,
+    `train.<metric>` with the last value of each metric that the training reported, commit,
+    is_dirty, model_uri, cause. A run whose process was killed stays at `training`, without a
+    duration, until a retry continues it. Use `began` and Prefect's flow run to tell it from a run
+    that trains. A damaged record is left out, with a warning.
 
     Args:
         storage: where the runs are, as for `read_metrics`.

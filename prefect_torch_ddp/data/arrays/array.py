@@ -75,7 +75,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             other variables stay as they are. A std of 0 counts as 1. `nan` is applied first.
         numbered: whether a batch also has the numbers of its samples, int64 [samples], as `index`
             or as a second tensor. `dataset.where(number)` returns where a sample lies.
-        shuffle_buffer: largest number of samples that are shuffled together. Up to two such windows
+        shuffle_buffer: largest number of samples that are shuffled together. Up to twice as many
             are in memory. None: as many as take 128 MiB.
         storage: the storage to read from, with its credentials.
         anonymous: send unsigned requests, for public data.

@@ -163,16 +163,17 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
     def fetch_seeded(
         self, indices: Sequence[int], before_each: Callable[[int], None] | None = None
     ) -> tuple[list[int], list[tuple[Any, Any]]]:
-        """Return which of a batch came, as positions in it, and their samples.
+        """Return (positions, samples) of a batch, without the images that were skipped.
 
         Args:
-            indices: of the batch.
-            before_each: is called with its position before a sample is decoded and transformed,
-                for instance to seed what is random.
+            indices: numbers of the batch's images. The returned positions are places in this
+                sequence.
+            before_each: a function that is called with a sample's position before the sample is
+                decoded and transformed, for example to seed random generators.
 
         Raises:
-            CorruptImageError, StorageError: an image failed and isn't to be skipped, or all of
-                the batch failed.
+            CorruptImageError, StorageError: an image can't be decoded or read, and `on_error` is
+                "raise" or all images of the batch failed.
         """
         if self._ahead is None:
             self._ahead = ReadAhead(self._read)
@@ -255,8 +256,9 @@ def image_folder(
         transform: applied to each decoded image.
         target_transform: applied to each class number.
         storage: the storage to read from; `uri` is then a path in that storage.
-        **options: those of S3ImageFolder. A local folder needs no `index` and no `cache`; with
-            on_error="skip", or as the root of a storage, S3ImageFolder reads it.
+        **options: those of S3ImageFolder. torchvision reads a local folder, without `index` and
+            `cache`. With on_error="skip", or if the folder is the root of a storage in which runs
+            are kept, S3ImageFolder reads it.
 
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a

@@ -79,11 +79,10 @@ class ClassificationMeter:
             logits: scores of shape [batch, classes], floating; or predicted classes of shape
                 [batch], integer.
             targets: true classes of shape [batch], integer.
-            loss: each sample's own loss, shape [batch]; left out, it is the cross entropy of
-                the logits.
-            images: the samples themselves, [batch, channels, height, width]; the report shows
-                those with the highest losses as thumbnails. Floating values outside of 0 to 1,
-                as normalized ones have, are stretched over the greys. Left out, it shows none.
+            loss: the loss of each sample, shape [batch]. None: the cross entropy of the logits.
+            images: the batch's images, [batch, channels, height, width]. The report shows those
+                with the highest losses as thumbnails. Images with floating values outside of 0 to
+                1, for example normalized ones, are rescaled there. None: no thumbnails.
 
         Raises:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.

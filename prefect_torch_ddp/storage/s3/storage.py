@@ -47,9 +47,34 @@ NUM_THREADS = 4
 @exported_by("prefect_torch_ddp")
 @dataclass(frozen=True)
 class S3Storage(S3Location, Storage):
-    """A storage under a prefix of an S3 bucket; its options are those of `S3Location`.
+    """A storage under a prefix of an S3 bucket.
 
-    Objects are checked end to end, and written conditionally if only one writer may win.
+    Objects are checked end to end, and written conditionally if only one writer may win. Settings
+    that you don't give are looked up as AWS's own tools do: in the environment, in the profile, and
+    on the machine.
+
+    Args:
+        bucket: name of the bucket.
+        prefix: what all keys begin with; slashes at its ends are removed. Empty: the whole bucket.
+        endpoint_url: URL of a store other than AWS.
+        region: region of the bucket.
+        profile: profile in AWS's configuration and credentials files.
+        access_key_id: id of an access key. Give it together with `secret_access_key`.
+        secret_access_key: secret of that key.
+        session_token: token of temporary credentials.
+        anonymous: send unsigned requests, for public data.
+        verify: whether certificates are checked, or the path of a CA bundle.
+        addressing_style: "path", "virtual" or "auto". None: as the profile says, otherwise
+            botocore's choice.
+        connect_timeout_s: seconds to wait for a connection.
+        read_timeout_s: seconds to wait for an answer.
+        max_attempts: how often a request is sent before it counts as failed.
+        give_up_after_s: seconds after the first try of a request beyond which it isn't repeated.
+
+    Raises:
+        InvalidParamsError: options contradict each other, or the bucket or endpoint has an invalid
+            name.
+        BadKeyError: no key can begin with the prefix.
 
     Example:
         A store that isn't AWS, with the credentials of the environment:
@@ -65,11 +90,11 @@ class S3Storage(S3Location, Storage):
         """Make the storage of `s3://bucket/prefix`.
 
         Args:
-            uri: the scheme, `s3:`, in either case.
-            **options: of `S3Location`.
+            uri: the URI, with the scheme in either case.
+            **options: those of this class.
 
         Raises:
-            InvalidParamsError: the URI can't be used; says what to write instead.
+            InvalidParamsError: the URI can't be used; the message says what to write instead.
         """
         _, slashes, rest = uri.partition("//")
         bucket, _, prefix = rest.partition("/")

@@ -24,14 +24,18 @@ from prefect_torch_ddp.tracking.recorder import RunRecorder
 @exported_by("prefect_torch_ddp")
 @contextmanager
 def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
-    """Give `run_gang` the report of a `ddp_task`: page, progress, run record, events, kept lines.
+    """Give `run_gang` in your own flow or task the report of a `ddp_task`; use it in a `with`.
 
-    Use it with `run_gang` in your own flow or task. The ranks' lines go to the run's log.
+    The run gets a page with its progress, a run record and events. The ranks' lines go to the run's
+    log, and are kept in the storage.
 
     Args:
         name: the name under which gangs of this flow or deployment are compared from run to run.
             Give each gang of a flow run another name.
         storage: the storage of the record and the lines, with the same default as for `ddp_task`.
+
+    Yields:
+        Keyword arguments for `run_gang`: `name`, `attempt_log` and `on_event`.
 
     Raises:
         InvalidParamsError: it is called outside of a flow run, or the storage can't be used.

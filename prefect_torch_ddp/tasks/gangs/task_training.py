@@ -32,13 +32,13 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one. If that
-    one's training had ended, the function runs again from the last checkpoint, and adds no step.
-    With Prefect's `persist_result=True` it doesn't run again: Prefect returns the value that it
-    kept. In another process equal arguments may count as different if they are pickled by value,
-    such as functions and classes of `__main__` and instances of such classes.
-    It may name arguments, as Prefect's `task_run_name` does: with `lr-{lr}` each learning rate is
-    its own experiment.
+    are one training, which each call resumes, also when the flow run is retried. If the training
+    had ended, the function runs again from the last checkpoint, and adds no step. With Prefect's
+    `persist_result=True` it doesn't run again: Prefect returns the value that it kept. In another
+    process equal arguments may count as different if they are pickled by value, such as functions
+    and classes of `__main__` and instances of such classes.
+    The key may have names of arguments in braces, as in Prefect's `task_run_name`: with `lr-{lr}`
+    each learning rate is its own experiment.
     None: each task run is its own training, which only its own retries resume."""
     process_group: ProcessGroupMode = "default"
     """default: initialised before the function runs; user: the function, or a library that it uses,

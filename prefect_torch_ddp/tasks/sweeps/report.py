@@ -32,7 +32,7 @@ CLOCKS_DIFFER = timedelta(hours=1)
 def sweep_report(
     task: Task[..., Any], metric: str, *, mode: Literal["max", "min"]
 ) -> tuple[str, dict[str, Any]]:
-    """Show all calls of a `ddp_task` in this flow run on one page, and return the best one.
+    """Show all calls of a `ddp_task` in this flow run on one page, and return the best call.
 
     Call it in the flow, after its calls of the task have ended. The page is an artifact of the flow
     run: a table of the calls, best first, with the arguments and options that differ, and their
@@ -40,14 +40,14 @@ def sweep_report(
     or that didn't report the metric, is never the best.
 
     Args:
-        task: the task as it was called. Of one changed by `with_options`, pass the changed one.
-        metric: by which calls are compared: the best value if it is the `best_metric` of the
-            task's checkpoints, otherwise the last one reported.
-        mode: which of its values are better.
+        task: the task as it was called: if you changed it by `with_options`, the changed task.
+        metric: name of the metric that decides which call is best. If it is the task's
+            `checkpoint.best_metric`, the best value of each call counts, otherwise its last value.
+        mode: "max": larger values are better. "min": smaller ones are.
 
     Returns:
-        The id of the best run, for `resume_from`, and the arguments of its call. They are from the
-        run record: an argument that isn't a plain value is replaced by a text.
+        (run id, arguments) of the best call. You can pass the id as `resume_from`. The arguments
+        are those in the run record, which has a text in place of each that isn't a plain value.
 
     Raises:
         InvalidParamsError: it is called outside of a flow, the task isn't a `ddp_task`, or no call
