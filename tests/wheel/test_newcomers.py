@@ -1,6 +1,7 @@
 """The first hour: newcomers type what the pages say, from a wheel where no checkout is needed.
 
-Each prints how long its first success took; times aren't asserted, lengths of what is printed are.
+Each prints how long its first success took. Times aren't asserted; what is printed is, line by
+line, but for what varies (see `golden`).
 clusters/test_batch_page has the newcomer with a batch system.
 """
 
@@ -22,6 +23,7 @@ from tests.integration.test_wheel import EXAMPLES, built_wheel, installed
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
+from tests.wheel.golden import differences
 from tests.workloads import torchrun_script
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,14 +40,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def timed(what: str) -> Iterator[list[str]]:
-    """Time a first success and print it; what it printed is put into the list."""
+def timed(what: str, folder: Path) -> Iterator[list[str]]:
+    """Time a first success and print it; what it printed is put into the list.
+
+    It is as its golden text says, and no longer than a person reads.
+    """
     said: list[str] = []
     began_s = time.monotonic()
     yield said
     took_s, lines = time.monotonic() - began_s, "".join(said).splitlines()
     print(f"{what}: {took_s:.1f} s, {len(lines)} lines")
     assert 0 < len(lines) <= MOST_LINES[what], "\n".join(lines)
+    differs = differences(what.replace(" ", "_"), "".join(said), folder)
+    assert not differs, "\n".join([f"golden/{what}.txt differs:", *differs])
 
 
 def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:
@@ -65,14 +72,14 @@ def test_with_a_wheel_and_no_server(python: Path, tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(program, encoding="utf-8")
     alone = {"PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
     home = {"PREFECT_HOME": str(tmp_path / "prefect")}
-    with timed("a first run") as said:
+    with timed("a first run", tmp_path) as said:
         said.append(typed("python first.py", tmp_path, python.parent, **alone, **home))
 
 
 @pytest.mark.usefixtures("prefect_api")
 def test_with_a_wheel_and_a_server(python: Path, tmp_path: Path) -> None:
     """The command line trains the digits."""
-    with timed("a run") as said:
+    with timed("a run", tmp_path) as said:
         said.append(typed("prefect-torch-ddp train", tmp_path, python.parent))
     assert "accuracy" in said[0]
 
@@ -82,7 +89,7 @@ def test_with_a_script_for_torchrun(python: Path, tmp_path: Path) -> None:
     """A script runs unchanged, with the flags that its author knows."""
     shutil.copy(str(torchrun_script.__file__), tmp_path / "train.py")
     command = f"prefect-torch-ddp run-script train.py --nproc-per-node=2 -- {tmp_path} --lr 0.1"
-    with timed("a script") as said:
+    with timed("a script", tmp_path) as said:
         said.append(typed(command, tmp_path, python.parent))
     assert (tmp_path / "final.pt").exists()
 
@@ -93,7 +100,7 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     cells = [text for language, text in blocks_of(ROOT / "docs/notebooks.md")[:2]]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     where = {"metadata": {"path": str(tmp_path)}}
-    with timed("a notebook") as said:
+    with timed("a notebook", tmp_path) as said:
         NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=where).execute()
         said += [each.get("text", "") for cell in notebook.cells for each in cell.outputs]
     (accuracy,) = re.findall(r"^[01]\.\d+$", "".join(said), re.MULTILINE)
@@ -109,7 +116,7 @@ def test_an_operator(tmp_path: Path) -> None:
         environment["PATH"] = f"{bin_folder}:{os.environ['PATH']}"
         log = tmp_path / "terminal.log"
         command = f"cd {ROOT} && deployments/nightly.sh"
-        with timed("a night") as said, terminal(command, tmp_path, environment):
+        with timed("a night", tmp_path) as said, terminal(command, tmp_path, environment):
             wait_until(lambda: "--watch" in log.read_text(), 2 * HANG_S, "what to type next")
             said.append(log.read_text())
             (watch,) = re.findall(r"prefect deployment run .*", said[0])
