@@ -129,9 +129,9 @@ def _run(run: Run) -> TrainReport:
             else:
                 report = result_of(publish.submit(*found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
-    for what, place in (("run in Prefect", url), ("report", report.report_uri)):
-        if place is not None:
-            get_run_logger().info("the %s: %s", what, place)
+    for what, where in (("run in Prefect", url), ("report", report.report_uri)):
+        if where is not None:
+            get_run_logger().info("the %s: %s", what, where)
     return report.model_copy(update={"flow_run_url": url})
 
 

@@ -26,11 +26,11 @@ def with_near_names(error: ValidationError, model: type[BaseModel]) -> Validatio
     """
 
     def reworded(fault: ErrorDetails) -> InitErrorDetails:
-        text, places = fault["msg"], fault["loc"]
-        if fault["type"] == "extra_forbidden" and len(places) == 1:
-            text = unknown(str(places[0]), model.model_fields)
+        text, names = fault["msg"], fault["loc"]
+        if fault["type"] == "extra_forbidden" and len(names) == 1:
+            text = unknown(str(names[0]), model.model_fields)
         kind = PydanticCustomError(fault["type"], text, fault.get("ctx"))
-        return InitErrorDetails(type=kind, loc=places, input=fault["input"])
+        return InitErrorDetails(type=kind, loc=names, input=fault["input"])
 
     faults = [reworded(fault) for fault in error.errors()]
     return ValidationError.from_exception_data(error.title, faults)
@@ -40,21 +40,21 @@ def _fault(details: ErrorDetails, model: type[BaseModel]) -> str:
     context = details.get("ctx", {})
     if "error" in context:
         return str(context["error"])  # a validator's own words
-    *places, last = map(str, details["loc"] or ("they",))
-    name = ".".join([*places, last])
+    *groups, last = map(str, details["loc"] or ("they",))
+    name = ".".join([*groups, last])
     if details["type"] == "extra_forbidden":
-        prefix = "".join(f"{place}." for place in places)
-        return unknown(name, [f"{prefix}{each}" for each in _fields_at(model, places)])
+        prefix = "".join(f"{each}." for each in groups)
+        return unknown(name, [f"{prefix}{each}" for each in _fields_at(model, groups)])
     if details["type"] == "literal_error":
         choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
         return f"{name} is {details['input']!r}; choose one of {choices}"
     return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
 
 
-def _fields_at(model: type[BaseModel], places: Iterable[str]) -> list[str]:
+def _fields_at(model: type[BaseModel], groups: Iterable[str]) -> list[str]:
     """Return the names of a model's fields, or of a model below it."""
-    for place in places:
-        inner = model.model_fields[place].annotation if place in model.model_fields else None
+    for group in groups:
+        inner = model.model_fields[group].annotation if group in model.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             return []
         model = inner

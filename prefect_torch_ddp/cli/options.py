@@ -78,10 +78,10 @@ def nested(values: dict[str, Any], flag: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
-        *places, last = name.split(".")
+        *groups, last = name.split(".")
         at: Any = found
-        for place in places:
-            at = at.setdefault(place, {}) if isinstance(at, dict) else None
+        for each in groups:
+            at = at.setdefault(each, {}) if isinstance(at, dict) else None
         if not isinstance(at, dict) or last in at:
             group = name.partition(".")[0]
             msg = f"{flag} {name}: {group} is given both as a value and as a group; give one"
@@ -107,12 +107,12 @@ def checked_params(values: dict[str, Any]) -> "TrainParams":
         raise InvalidParamsError(in_words(error, TrainParams)) from error
 
 
-def run_ids_at(place: str) -> list[str]:
+def run_ids_at(storage: str) -> list[str]:
     """Return the ids of all runs of a storage, newest first."""
     from prefect_torch_ddp.records.run_record import run_ids
     from prefect_torch_ddp.tracking.runs import storage_of
 
-    return run_ids(storage_of(place))
+    return run_ids(storage_of(storage))
 
 
 def find_run(storage: "Storage", given: str) -> str:

@@ -27,10 +27,10 @@ def runs(
     from prefect_torch_ddp.records.run_record import list_records
     from prefect_torch_ddp.tracking.runs import storage_of
 
-    place = storage_of(storage)
-    records = list_records(place, experiment)
+    opened = storage_of(storage)
+    records = list_records(opened, experiment)
     if not records:
-        print(f"there is no run in {place.uri}; choose another storage with --storage")
+        print(f"there is no run in {opened.uri}; choose another storage with --storage")
         return
     head = ("RUN", "STATE", "BEGAN", "TOOK", "RANKS", "STEPS", "SCORE", "WORKLOAD")
     print("\n".join(aligned([head, *map(row, records[:limit])])))
@@ -44,11 +44,11 @@ def show(run: RunArgument, storage: StorageOption = STORAGE) -> None:
     from prefect_torch_ddp.results import in_lines
     from prefect_torch_ddp.tracking.runs import storage_of
 
-    place = storage_of(storage)
-    record = read_record(place, find_run(place, run))
+    opened = storage_of(storage)
+    record = read_record(opened, find_run(opened, run))
     key = f"runs/{record.run_id}/report.html"
-    is_there = any(each.key == key for each in place.list(key))
-    print(in_lines(facts(record, f"{place.uri.rstrip('/')}/{key}" if is_there else "", storage)))
+    is_there = any(each.key == key for each in opened.list(key))
+    print(in_lines(facts(record, f"{opened.uri.rstrip('/')}/{key}" if is_there else "", storage)))
 
 
 def metrics(
@@ -69,8 +69,8 @@ def metrics(
     """
     from prefect_torch_ddp.tracking.runs import read_metrics, storage_of
 
-    place = storage_of(storage)
-    frame = read_metrics(place, find_run(place, run), all_attempts=all_attempts, by=by)
+    opened = storage_of(storage)
+    frame = read_metrics(opened, find_run(opened, run), all_attempts=all_attempts, by=by)
     if csv:
         frame.to_csv(sys.stdout, index=False)
     else:

@@ -37,17 +37,17 @@ def sync(
     from prefect_torch_ddp.tracking.trackers.known import open_tracker
     from prefect_torch_ddp.tracking.trackers.sync import sync_run
 
-    place = storage_of(storage)
-    to = open_tracker(tracker, place)
-    run_id = find_run(place, run)
+    opened = storage_of(storage)
+    to = open_tracker(tracker, opened)
+    run_id = find_run(opened, run)
 
     def tell(synced: "Synced") -> None:
         print(said(to, run_id, synced), flush=True)
 
     if follow:
-        follow_run(place, run_id, to, wait=time.sleep, on_synced=tell)
+        follow_run(opened, run_id, to, wait=time.sleep, on_synced=tell)
     else:
-        tell(sync_run(place, run_id, to))
+        tell(sync_run(opened, run_id, to))
     if to.url:
         print(to.url)
 

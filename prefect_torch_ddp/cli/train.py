@@ -109,9 +109,9 @@ def resume(
     from prefect_torch_ddp.records.run_record import read_record
     from prefect_torch_ddp.tracking.runs import storage_of
 
-    place = storage_of(storage)
-    run_id = find_run(place, run)
-    record = read_record(place, run_id)
+    opened = storage_of(storage)
+    run_id = find_run(opened, run)
+    record = read_record(opened, run_id)
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.state == "completed" and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"
@@ -123,7 +123,7 @@ def resume(
     if record.state != "completed" and still_trains(record):
         msg = f"run {run_id} still trains; cancel it first"
         raise InvalidParamsError(msg)
-    recorded, *_ = recorded_params(place, run_id)
+    recorded, *_ = recorded_params(opened, run_id)
     before = recorded.model_dump(exclude_unset=True)
     given = {
         **before,

@@ -1,4 +1,4 @@
-"""Files of their own for a loader's forked worker processes, which share the place they read at.
+"""Files of their own for a loader's forked worker processes, which share the offset they read at.
 
 A fork leaves parent and child one open file, and so one position in it: of two workers that seek
 and read, one gets the bytes that the other one asked for. That happens below whatever holds the
@@ -33,29 +33,29 @@ class OwnFiles:
 
     def __init__(self, and_then: Callable[[int], None] | None) -> None:
         self._and_then = and_then
-        self._places: Mapping[int, tuple[int, _File]] = {}
+        self._offsets: Mapping[int, tuple[int, _File]] = {}
 
     def note(self) -> None:
-        """Remember, before workers are forked, which files are open and at which place."""
-        self._places = {fd: at for fd in _files_to_read() if (at := _place_in(fd)) is not None}
+        """Remember, before workers are forked, which files are open and at which offset."""
+        self._offsets = {fd: at for fd in _files_to_read() if (at := _offset_in(fd)) is not None}
 
     def __call__(self, worker: int) -> None:
         """Begin a worker."""
-        for fd, (place, file) in self._places.items():
+        for fd, (offset, file) in self._offsets.items():
             # A thread, such as one that reads ahead, may have closed it before the fork: then the
             # number belongs to something else by now, such as a worker's pipe.
             if _is_read_only_file(fd) and _file_of(fd) == file:
-                _reopen(fd, place)
+                _reopen(fd, offset)
         if self._and_then is not None:
             self._and_then(worker)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the files out: a process that isn't forked hasn't got them."""
-        return self.__dict__ | {"_places": {}}
+        return self.__dict__ | {"_offsets": {}}
 
 
-def _place_in(fd: int) -> tuple[int, _File] | None:
-    """Return the place in a file, and which file it is; None if it has just been closed."""
+def _offset_in(fd: int) -> tuple[int, _File] | None:
+    """Return the offset in a file, and which file it is; None if it has just been closed."""
     try:
         return os.lseek(fd, 0, os.SEEK_CUR), _file_of(fd)
     except OSError:
@@ -82,7 +82,7 @@ def _is_read_only_file(fd: int) -> bool:
     return is_file and flags & os.O_ACCMODE == os.O_RDONLY and not flags & os.O_PATH
 
 
-def _reopen(fd: int, place: int) -> None:
+def _reopen(fd: int, offset: int) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NOFOLLOW  # the descriptor's name is a link
     try:
         own = os.open(FDS / str(fd), flags)
@@ -95,6 +95,6 @@ def _reopen(fd: int, place: int) -> None:
             error,
         )
         return
-    os.lseek(own, place, os.SEEK_SET)
+    os.lseek(own, offset, os.SEEK_SET)
     os.dup2(own, fd, inheritable=os.get_inheritable(fd))
     os.close(own)

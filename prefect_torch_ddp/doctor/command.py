@@ -118,8 +118,8 @@ class Doctor:
     def _network(self, client: Client, hosts: Mapping[str, str]) -> None:
         workers = list(hosts)
         try:
-            places = client.run(on_worker.listen, hosts, workers=workers)
-            found = client.run(on_worker.unreachable, places, workers=workers)
+            addresses = client.run(on_worker.listen, hosts, workers=workers)
+            found = client.run(on_worker.unreachable, addresses, workers=workers)
         except OSError as error:  # from a worker whose machine doesn't have its address
             self.problems.append(f"a worker can't listen at its address: {error}")
             return

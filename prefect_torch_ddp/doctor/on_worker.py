@@ -64,21 +64,21 @@ def listen(hosts: Mapping[str, str], dask_worker: Worker) -> tuple[str, int]:
     return host, _listening[-1].getsockname()[1]
 
 
-async def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+async def unreachable(addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
     """Return the workers that can't be reached from here, and why."""
 
-    async def why(place: tuple[str, int]) -> str:
+    async def why(address: tuple[str, int]) -> str:
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(*place), CONNECT_S)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*address), CONNECT_S)
         except TimeoutError:
-            return f"no answer from {place[0]} in {CONNECT_S:g} s: is a firewall between them?"
+            return f"no answer from {address[0]} in {CONNECT_S:g} s: is a firewall between them?"
         except OSError as error:
-            return f"{os.strerror(error.errno)}: {place[0]}" if error.errno else str(error)
+            return f"{os.strerror(error.errno)}: {address[0]}" if error.errno else str(error)
         writer.close()
         return ""
 
-    found = await asyncio.gather(*map(why, places.values()))
-    return {worker: reason for worker, reason in zip(places, found, strict=True) if reason}
+    found = await asyncio.gather(*map(why, addresses.values()))
+    return {worker: reason for worker, reason in zip(addresses, found, strict=True) if reason}
 
 
 def close() -> None:

@@ -72,12 +72,12 @@ def who_has(package: str, everybody: Mapping[str, Mapping[str, str]]) -> dict[st
 
 def in_words(who: Mapping[str, Sequence[str]]) -> str:
     """Say who has which version; only the first is named."""
-    return ", ".join(f"{each} {_places(names)}" for each, names in sorted(who.items()))
+    return ", ".join(f"{each} {_where(names)}" for each, names in sorted(who.items()))
 
 
-def _places(names: Sequence[str]) -> str:
+def _where(names: Sequence[str]) -> str:
     if names[0] == "here":
-        return "here" if len(names) == 1 else f"here and on {_places(names[1:])[3:]}"
+        return "here" if len(names) == 1 else f"here and on {_where(names[1:])[3:]}"
     return f"on {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 

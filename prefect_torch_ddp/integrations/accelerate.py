@@ -112,8 +112,8 @@ class Loop:
                 ctx.progress(self.step, num_steps * epochs, epoch=epoch + 1)
                 due = ctx.due(self.step, ends_epoch=epoch + 1 if is_last else None)
                 if due.save:
-                    place = (epoch + 1, 0) if is_last else (epoch, num_done)
-                    self._save(place, begun, _capture(loader))
+                    position = (epoch + 1, 0) if is_last else (epoch, num_done)
+                    self._save(position, begun, _capture(loader))
                 if due.stop:
                     return
 
@@ -126,9 +126,9 @@ class Loop:
         begun = _capture(loader)
         return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
 
-    def _save(self, place: tuple[int, int], begun: Any, now: Any) -> None:
+    def _save(self, position: tuple[int, int], begun: Any, now: Any) -> None:
         assert self._ctx is not None
-        epoch, num_done = place
+        epoch, num_done = position
         rank, folder = self._ctx.rank, self._ctx.checkpoint_folder / f"step-{self.step}"
         self._accelerator.save_state(str(folder))
         size = self._ctx.world_size

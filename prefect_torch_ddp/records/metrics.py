@@ -67,13 +67,13 @@ class Records:
 
     def reordered(self, order: Ints) -> "Records":
         """Return the rows in another order, given as their numbers."""
-        places = np.empty(len(order), np.int64)
-        places[order] = np.arange(len(order))
+        positions = np.empty(len(order), np.int64)
+        positions[order] = np.arange(len(order))
         metrics = {}
         for name, (having, values) in self.metrics.items():
-            moved = places[having]
-            by_place = np.argsort(moved, kind="stable")
-            metrics[name] = moved[by_place], values[by_place]
+            moved = positions[having]
+            by_position = np.argsort(moved, kind="stable")
+            metrics[name] = moved[by_position], values[by_position]
         return Records(self.rows[order], metrics)
 
     def sums(self, metric: str, bins: Ints, num_bins: int, *, only_finite: bool = False) -> Floats:

@@ -211,18 +211,18 @@ def _write_uncached(descriptor: int, data: memoryview) -> int:
     return num_written
 
 
-def _move(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
+def _move(temporary: Path, path: Path, move: Callable[[Path, Path], T]) -> T:
     """Move the file into place, again where a neighbour's delete took the empty folder away."""
     for remaining in reversed(range(100)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            placed = place(temporary, path)
+            moved = move(temporary, path)
         except (FileNotFoundError, FileExistsError):  # mkdir raises both, as the folder goes
             if not remaining:
                 raise
         else:
             _sync_folder(path.parent)
-            return placed
+            return moved
     raise AssertionError
 
 
@@ -260,11 +260,11 @@ def _explained(verb: str, path: Path) -> Iterator[None]:
 
 def _whose(path: Path) -> str:
     """Say to whom a path belongs, or the nearest folder above it that is there, and who asks."""
-    for place in (path, *path.parents):
+    for each in (path, *path.parents):
         with suppress(OSError):
-            found = place.lstat()
+            found = each.lstat()
             rights = f"{stat.filemode(found.st_mode)}, user {_user(found.st_uid)}"
-            return f"{place} has {rights}, and this process is user {_user(os.geteuid())}"
+            return f"{each} has {rights}, and this process is user {_user(os.geteuid())}"
     return f"this process is user {_user(os.geteuid())}"
 
 

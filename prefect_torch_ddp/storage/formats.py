@@ -29,7 +29,7 @@ _FORMAT, _VERSION, _SHA256 = "format", "version", "sha256"
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 Unknown = Mapping[tuple[int | str, ...], Any]
-"""Fields that this version doesn't know: what a later one wrote there, by their places."""
+"""Fields that this version doesn't know: what a later one wrote there, by their locations."""
 
 
 @dataclass(frozen=True)
@@ -137,24 +137,24 @@ def build_model(cls: type[M], values: dict[str, Any]) -> tuple[M, Unknown]:
     try:
         return cls.model_validate(values), {}
     except ValidationError as error:
-        places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        locations = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
     unknown = {}
-    for place in places:
+    for location in locations:
         inner: Any = values
-        for name in place[:-1]:
+        for name in location[:-1]:
             inner = inner[name]
-        unknown[place] = inner.pop(place[-1])
+        unknown[location] = inner.pop(location[-1])
     return cls.model_validate(values), unknown
 
 
 def restore_unknown(values: dict[str, Any], unknown: Unknown) -> dict[str, Any]:
     """Add to a model's values the unknown fields that were read; those of parts now gone go too."""
-    for place, value in unknown.items():
+    for location, value in unknown.items():
         inner: Any = values
         try:
-            for name in place[:-1]:
+            for name in location[:-1]:
                 inner = inner[name]
-            inner.setdefault(place[-1], value)
+            inner.setdefault(location[-1], value)
         except (LookupError, TypeError, AttributeError):
             continue
     return values

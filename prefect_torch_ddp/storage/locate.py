@@ -78,18 +78,18 @@ def is_of_a_package(uri: str) -> bool:
     return scheme is not None and scheme not in SCHEMES and bool(_named(scheme))
 
 
-def storage_at(place: "Storage | str | os.PathLike[str]") -> Storage:
+def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:
     """Return a storage as it is, or the one that a path or a URI names.
 
     Raises:
         InvalidParamsError: it is none of them, or names no storage.
     """
-    if isinstance(place, Storage):
-        return place
+    if isinstance(where, Storage):
+        return where
     try:
-        uri = os.fspath(place)
+        uri = os.fspath(where)
     except TypeError as error:
-        kind = type(place).__name__
+        kind = type(where).__name__
         msg = f"a {kind} isn't a storage; give a path, a URI, or an object whose class is a Storage"
         raise InvalidParamsError(msg) from error
     return storage_from_uri(uri)

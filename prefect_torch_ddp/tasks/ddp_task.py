@@ -209,9 +209,9 @@ class GangTask(Task[P, R]):
         made = copy(self)
         storage = absolute_reference(self.params.storage)
         if self.params.trackers:
-            place = resolve_storage(storage)
+            opened = resolve_storage(storage)
             experiment = experiment_of_task(self.name, self.params, self.code)
-            feed_until_flow_ends(self.params, place, experiment)
+            feed_until_flow_ends(self.params, opened, experiment)
         return made.with_params(self.params.model_copy(update={"storage": storage}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -92,11 +92,11 @@ def _check_arguments(workload: WorkloadSource) -> None:
 
 def _misfit_of(takes: ast.arguments) -> str:
     """Return why a call with one argument would fail; empty if it wouldn't."""
-    places = [arg.arg for arg in (*takes.posonlyargs, *takes.args)]
+    positional = [arg.arg for arg in (*takes.posonlyargs, *takes.args)]
     named = zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
-    required = places[1 : len(places) - len(takes.defaults)]
+    required = positional[1 : len(positional) - len(takes.defaults)]
     required += [arg.arg for arg, default in named if default is None]
-    if not places and takes.vararg is None:
+    if not positional and takes.vararg is None:
         return "takes no argument, and is given a RankContext"
     if required:
         return f"takes {', '.join(required)} too; options are in ctx.options"

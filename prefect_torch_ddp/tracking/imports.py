@@ -45,8 +45,8 @@ class _ImportReader:
         spec = None if top in LEFT_OUT else find_module(top)
         if spec is None:  # it isn't there, or a finder of its own finds it
             return
-        place = spec.origin or next(iter(folders_of(spec)), "")
-        if top != self._own and (is_installed(place) or _is_among_packages(place)):
+        origin = spec.origin or next(iter(folders_of(spec)), "")
+        if top != self._own and (is_installed(origin) or _is_among_packages(origin)):
             self.packages.add(top)
         else:
             self._read_module(module)
@@ -63,13 +63,13 @@ class _ImportReader:
             self.read_file(Path(spec.origin), name if folders_of(spec) else parent)
 
 
-def _is_among_packages(place: str) -> bool:
+def _is_among_packages(origin: str) -> bool:
     """Whether a module lies among packages of a cluster's environment modules or `pip --target`.
 
     To read everything that such a package imports takes minutes, and until then the run would have
     no page.
     """
-    path = Path(place)
+    path = Path(origin)
     if not PACKAGE_FOLDERS.isdisjoint(path.parts):
         return True
     return any(_holds_packages(folder) for folder in sys.path if path.is_relative_to(folder))

@@ -47,28 +47,28 @@ class DecodedSamples:
             where, number = slice(bounds[i], bounds[i + 1]), self._numbers[i]
             piece = self._pieces[number]
             own = rows[where] - self._starts[i]
-            places = np.unravel_index(own, tuple(map(len, piece.blocks)))
+            indices = np.unravel_index(own, tuple(map(len, piece.blocks)))
             for view, room in zip(self._views[number], batch, strict=False):
-                _copy(view, places, room[where])
+                _copy(view, indices, room[where])
             if self._form.is_numbered:
                 batch[-1][where] = own + piece.first_id
         return [torch.from_numpy(array) for array in batch]
 
 
-def _copy(view: Array, places: Sequence[Array], room: Array) -> None:
+def _copy(view: Array, indices: Sequence[Array], room: Array) -> None:
     """Copy samples.
 
     Args:
         view: the samples [along each axis, or 1 if the variable lacks it; ...].
-        places: of the samples along each axis.
+        indices: of the samples along each axis.
         room: where they are copied to [samples, ...].
     """
-    if len(places) == 1 and view.shape[0] > 1 and view.flags.c_contiguous:
-        np.take(view, places[0], axis=0, out=room, mode="clip")  # "raise" would copy twice
+    if len(indices) == 1 and view.shape[0] > 1 and view.flags.c_contiguous:
+        np.take(view, indices[0], axis=0, out=room, mode="clip")  # "raise" would copy twice
         return
     along = [
-        [0] * len(room) if size == 1 else place.tolist()
-        for size, place in zip(view.shape, places, strict=False)
+        [0] * len(room) if size == 1 else along_axis.tolist()
+        for size, along_axis in zip(view.shape, indices, strict=False)
     ]
-    for i, place in enumerate(zip(*along, strict=True)):
-        room[i] = view[place]
+    for i, at in enumerate(zip(*along, strict=True)):
+        room[i] = view[at]

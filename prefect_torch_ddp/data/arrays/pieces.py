@@ -70,12 +70,12 @@ class ArrayPieces:
     def traits(self) -> dict[str, list[Trait]]:
         """Names and shapes, and a few coordinates: equal on all ranks."""
         shapes: list[Trait] = [[each.name, *each.shape] for each in self.found.variables[:8]]
-        places: list[Trait] = [
+        coordinates: list[Trait] = [
             [float(value) for value in values_of(self.found.coordinates[axis.name], axis)]
             for axis in self.axes
             if _is_number(self.found.coordinates.get(axis.name))
         ]
-        return {"shapes of arrays": shapes, "coordinates": places}
+        return {"shapes of arrays": shapes, "coordinates": coordinates}
 
     @cached_property
     def layout(self) -> str:
@@ -126,25 +126,25 @@ class ArrayPieces:
     def _cut(self, variable: Variable, values: Array) -> Array:
         """Return a view of the samples in a box of a variable."""
         along = [axis for axis in self.axes if axis.name in variable.dims]
-        places = tuple(variable.dims.index(axis.name) for axis in along)
+        positions = tuple(variable.dims.index(axis.name) for axis in along)
         if along:
             extents = [axis.extent for axis in along]
-            values = np.lib.stride_tricks.sliding_window_view(values, extents, axis=places)
+            values = np.lib.stride_tricks.sliding_window_view(values, extents, axis=positions)
             steps = [slice(None)] * len(variable.dims)
-            for axis, place in zip(along, places, strict=True):
-                steps[place] = slice(None, None, axis.stride)
+            for axis, position in zip(along, positions, strict=True):
+                steps[position] = slice(None, None, axis.stride)
             values = values[tuple(steps)]
         # Now the first dimensions are the variable's, and those of the windows follow them.
         num = len(variable.dims)
         windows = {axis.name: num + i for i, axis in enumerate(along)}
         inner = [windows.get(dim, i) for i, dim in enumerate(variable.dims)]
         kept = [
-            place
-            for dim, place in zip(variable.dims, inner, strict=True)
+            position
+            for dim, position in zip(variable.dims, inner, strict=True)
             if dim not in self._axis or self._axis[dim].is_kept
         ]
         dropped = [windows[axis.name] for axis in along if not axis.is_kept]
-        cut = values.transpose([*places, *kept, *dropped])
+        cut = values.transpose([*positions, *kept, *dropped])
         cut = cut.reshape(cut.shape[: cut.ndim - len(dropped)]) if dropped else cut
         lacking = [i for i, axis in enumerate(self.axes) if axis.name not in variable.dims]
         return np.expand_dims(cut, tuple(lacking)) if lacking else cut
@@ -156,13 +156,13 @@ class ArrayPieces:
         if not len(found):
             return values  # it lies between samples
         numbers = [block[int(i)] for block, i in zip(piece.blocks, found[0], strict=False)]
-        place = ", ".join(
+        where = ", ".join(
             f"{axis.name} from {axis.start(number)} on"
             for axis, number in zip(self.axes, numbers, strict=True)
             if axis.name in variable.dims
         )
         msg = (
-            f"{self.found.uri}: {variable.name} has NaN in the sample at {place or 'each place'}: "
+            f"{self.found.uri}: {variable.name} has NaN in the sample at {where or 'each place'}: "
             "fill it in prepare, or pass nan=0.0, another number, or 'keep' to array()"
         )
         raise InvalidParamsError(msg)
@@ -175,14 +175,14 @@ class ArrayPieces:
             low, high = (middle, high) if self.pieces[middle].first_id <= number else (low, middle)
         piece = self.pieces[low]
         at = np.unravel_index(number - piece.first_id, tuple(map(len, piece.blocks)))
-        places: dict[str, Any] = {}
+        coordinates: dict[str, Any] = {}
         for axis, block, i in zip(self.axes, piece.blocks, at, strict=True):
             start = axis.start(block[int(i)])
             values = self.found.coordinates.get(axis.name)
             some = range(start, start + axis.extent)
             inside = np.array(some) if values is None else values[some.start : some.stop]
-            places[axis.name] = inside if axis.is_kept else inside[0]
-        return places
+            coordinates[axis.name] = inside if axis.is_kept else inside[0]
+        return coordinates
 
 
 def values_of(values: Array, axis: Axis) -> Any:

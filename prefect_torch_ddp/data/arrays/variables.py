@@ -177,7 +177,7 @@ def used_positions(found: Found, select: Mapping[str, Any]) -> dict[str, range]:
             )
             raise InvalidParamsError(msg)
         try:
-            left = used[dim][_places(wanted, found.coordinates.get(dim))]
+            left = used[dim][_positions(wanted, found.coordinates.get(dim))]
         except (KeyError, TypeError, ValueError) as error:
             msg = f"select[{dim!r}] is {wanted!r}, which isn't in {found.uri}: {error}"
             raise InvalidParamsError(msg) from error
@@ -188,10 +188,10 @@ def used_positions(found: Found, select: Mapping[str, Any]) -> dict[str, range]:
     return used
 
 
-def _places(wanted: slice, values: Array | None) -> slice:
+def _positions(wanted: slice, values: Array | None) -> slice:
     if values is None:
         return wanted
     import pandas as pd  # noqa: PLC0415 - which xarray needs, and only it has coordinates
 
-    places: slice = pd.Index(values).slice_indexer(wanted.start, wanted.stop)
-    return places
+    positions: slice = pd.Index(values).slice_indexer(wanted.start, wanted.stop)
+    return positions

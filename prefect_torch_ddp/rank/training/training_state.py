@@ -86,7 +86,7 @@ class TrainingState:
         if self._restorer is not None:  # else nothing is tracked, and there are no checkpoints
             passes.warn_of_no_state()
             if passes.is_kept:
-                self._take_place(self._restorer, name, passes)
+                self._take_position(self._restorer, name, passes)
         return passes
 
     def open_folder(self, root: Path) -> Restorer:
@@ -186,7 +186,7 @@ class TrainingState:
             if self._config.trains and self._numbers.own.in_own_loop:
                 self._restorer.restore_generators(self._info.rank)
 
-    def _take_place(self, restorer: Restorer, name: str, passes: Passes) -> None:
+    def _take_position(self, restorer: Restorer, name: str, passes: Passes) -> None:
         item = OwnState(passes, self._info.rank, self._info.world_size)
         owners = 0 if restorer.manifest is None else num_owners(restorer.manifest, name)
         if owners not in (0, self._info.world_size):

@@ -96,10 +96,10 @@ class ArrayParts:
         given, write = delayed(target), delayed(write_block, pure=False)
         blocks = variable.data.to_delayed(optimize_graph=False)
         starts = [list(accumulate(sizes, initial=0))[:-1] for sizes in variable.chunks]
-        for place, start in zip(
+        for index, start in zip(
             product(*(range(len(each)) for each in starts)), product(*starts), strict=True
         ):
-            self.writes.append(write(blocks[place], given, start))
+            self.writes.append(write(blocks[index], given, start))
             self._names.append(name)
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:

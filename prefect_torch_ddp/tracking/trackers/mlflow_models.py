@@ -92,14 +92,14 @@ class RegisteredModels:
         """
         if self._storage.local_folder is None:
             return location(self._storage, key.rpartition("/")[0])
-        place = key.rpartition(".")[0].partition("/models/")[2]
+        folder = key.rpartition(".")[0].partition("/models/")[2]
         for each in (key, card_key):
             path = self._storage.local_folder / each
             if not path.is_file():
                 msg = f"there is no {each} in {self._storage.uri}"
                 raise ObjectNotFoundError(msg)
-            self._client.log_artifact(run.info.run_id, str(path), f"models/{place}")
-        return f"{run.info.artifact_uri}/models/{place}"
+            self._client.log_artifact(run.info.run_id, str(path), f"models/{folder}")
+        return f"{run.info.artifact_uri}/models/{folder}"
 
 
 def read_card(storage: Storage, key: str) -> Mapping[str, Any]:

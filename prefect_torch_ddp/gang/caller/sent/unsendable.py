@@ -31,8 +31,8 @@ def unsendable(
     """
     for name, value in _named(fn, args, kwargs):
         if (found := _culprit(value, name, ignored, MAX_DEPTH)) is not None:
-            place, error = found
-            return f"{place} can't be sent to the ranks: {type(error).__name__}: {error}; {WAY_OUT}"
+            path, error = found
+            return f"{path} can't be sent to the ranks: {type(error).__name__}: {error}; {WAY_OUT}"
     return None
 
 
@@ -50,7 +50,7 @@ def _named(
 
 
 def _culprit(
-    value: Any, place: str, ignored: tuple[type, ...], depth: int
+    value: Any, path: str, ignored: tuple[type, ...], depth: int
 ) -> tuple[str, Exception] | None:
     """Return the innermost part that can't be pickled by itself, and pickle's error."""
     pickler = _Pickler(SimpleNamespace(write=lambda _: None), protocol=5)
@@ -58,39 +58,39 @@ def _culprit(
     try:
         pickler.dump(value)
     except Exception as error:  # noqa: BLE001 - what a class's own pickling raises
-        inner = (_culprit(part, name, ignored, depth - 1) for name, part in _contents(value, place))
+        inner = (_culprit(part, name, ignored, depth - 1) for name, part in _contents(value, path))
         found = next(filter(None, inner), None) if depth else None
-        return found or (place, error)
+        return found or (path, error)
     return None
 
 
-def _contents(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _contents(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield what pickle would go on to, with the words that name it."""
     match value:
         case dict():
-            yield from ((f"{place}[{key!r}]", item) for key, item in value.items())
+            yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
         case list() | tuple() | set() | frozenset():
-            yield from ((f"{place}[{i}]", item) for i, item in enumerate(value))
+            yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
         case functools.partial():
-            yield from _contents([value.func, *value.args, *value.keywords.values()], place)
+            yield from _contents([value.func, *value.args, *value.keywords.values()], path)
         case MethodType():
-            yield place, value.__self__
+            yield path, value.__self__
         case FunctionType():
-            yield from _used(value, place)
+            yield from _used(value, path)
         case _:
-            yield from ((f"{place}.{name}", item) for name, item in _attributes(value).items())
+            yield from ((f"{path}.{name}", item) for name, item in _attributes(value).items())
 
 
-def _used(function: FunctionType, place: str) -> Iterator[tuple[str, Any]]:
+def _used(function: FunctionType, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the variables that a function finds outside of itself."""
     code: CodeType = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield f"{place}'s {name}", cell.cell_contents
+            yield f"{path}'s {name}", cell.cell_contents
         except ValueError:  # it is still empty
             continue
     named = (name for name in code.co_names if name in function.__globals__)
-    yield from ((f"{place}'s {name}", function.__globals__[name]) for name in named)
+    yield from ((f"{path}'s {name}", function.__globals__[name]) for name in named)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Passes:
         under_way = self._iterator is not None
         return {
             "num_begun": self._num_begun,
-            "iterable": self._place() if under_way else self._left_at,
+            "iterable": self._position() if under_way else self._left_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,8 +75,8 @@ class Passes:
                 "ctx.steps(..., on_other_world_size='begin')"
             )
             raise CheckpointError(msg)
-        had_place, self._is_restored = self._is_restored and self._left_at is not None, False
-        if had_place:
+        had_position, self._is_restored = self._is_restored and self._left_at is not None, False
+        if had_position:
             # Also if the call begins a new pass: what its sampler draws follows the last one.
             with generators_kept():  # the checkpoint's are those after the pass had begun
                 self._set_epoch(self._num_begun - 1)
@@ -88,7 +88,7 @@ class Passes:
                 "state in the checkpoint: the data start from the beginning",
                 self.kind,
             )
-        if not (had_place and continues):
+        if not (had_position and continues):
             self._begin_pass()
 
     def take(self) -> Any:
@@ -113,7 +113,7 @@ class Passes:
     def leave(self) -> None:
         """End the pass under way; its place stays."""
         if self._iterator is not None:
-            self._left_at = self._place()
+            self._left_at = self._position()
             self._iterator = None
 
     def warn_of_no_state(self) -> None:
@@ -138,7 +138,7 @@ class Passes:
         self._num_begun += 1
         self._iterator = iter(self.iterable)
 
-    def _place(self) -> Any:
+    def _position(self) -> Any:
         return self.iterable.state_dict() if self.has_state else None  # type: ignore[attr-defined]
 
     def _set_epoch(self, epoch: int) -> None:

@@ -72,10 +72,10 @@ def load_code(name: str, model_uri: str) -> str:
     module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
     if model_uri.endswith(".safetensors"):
         module, load = "safetensors.torch", "safetensors.torch.load(file.read())"
-    opener, place = "fsspec", f"fsspec.open({model_uri!r}).open()"
+    opener, source = "fsspec", f"fsspec.open({model_uri!r}).open()"
     if is_of_a_package(model_uri):
         folder, _, file = model_uri.rpartition("/")
         opener = "io, prefect_torch_ddp"
         data = f"prefect_torch_ddp.storage_from_uri({folder!r}).read({file!r})"
-        place = f"io.BytesIO({data})"
-    return code_block(f"import {opener}, {module}\nfile = {place}\n{name}.load_state_dict({load})")
+        source = f"io.BytesIO({data})"
+    return code_block(f"import {opener}, {module}\nfile = {source}\n{name}.load_state_dict({load})")

@@ -45,8 +45,8 @@ class Links:
             return ""
         return f"{self.ui_url.rstrip('/')}/runs/flow-run/{quote(record.flow_run_id, safe='')}"
 
-    def place(self, uri: str) -> str:
-        """Show a place in the storage, as a link if the page lies in it too."""
+    def location(self, uri: str) -> str:
+        """Show a location in the storage, as a link if the page lies in it too."""
         shown = code(uri)
         if self.root and uri.startswith(self.root):
             return f"[{shown}]({self._path(uri.removeprefix(self.root))})"

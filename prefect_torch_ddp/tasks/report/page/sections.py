@@ -79,22 +79,24 @@ def _curves(view: RunView) -> str:
     return "\n\n".join(part for part in (picture, *notes) if part)
 
 
-def _places(view: RunView) -> str:
+def _locations(view: RunView) -> str:
     """Say where the model and the lines of the ranks are."""
     uris = view.record.model_uris if view.report is None else view.report.training.model_uris
-    places = [f"**Model** {code(name)}: {view.links.place(uri)}" for name, uri in uris.items()]
-    places = [each.replace(" `model`:", ":") for each in places[:MAX_NAMES]]
+    locations = [
+        f"**Model** {code(name)}: {view.links.location(uri)}" for name, uri in uris.items()
+    ]
+    locations = [each.replace(" `model`:", ":") for each in locations[:MAX_NAMES]]
     saved = view.record.checkpoint
     if not uris and saved is not None:
         at = f"**Newest checkpoint**, step {count(saved.step)}"
-        places.append(f"{at}: {view.links.place(saved.uri)}")
+        locations.append(f"{at}: {view.links.location(saved.uri)}")
     if view.logs:
-        places.append(f"**Logs**: {view.links.place(f'{view.logs}/')}")
+        locations.append(f"**Logs**: {view.links.location(f'{view.logs}/')}")
     if view.links.root:
-        places.append(f"[The last runs of this experiment]({view.links.runs(view.record)})")
+        locations.append(f"[The last runs of this experiment]({view.links.runs(view.record)})")
         if url := view.links.in_ui(view.record):
-            places.append(f"[The run in Prefect]({url})")
-    return "\n".join(f"- {each}" for each in places)
+            locations.append(f"[The run in Prefect]({url})")
+    return "\n".join(f"- {each}" for each in locations)
 
 
 def _trouble(view: RunView) -> str:
@@ -267,7 +269,7 @@ TOP: Sequence[Callable[[RunView], str]] = (
     _of_report(lambda report: _ledger_warning(report.ledger)),
     best,
     comparison,
-    _places,
+    _locations,
     _curves,
     _facts,
 )

@@ -114,16 +114,16 @@ def test_a_page_in_a_storage_leads_to_what_lies_near_it() -> None:
     assert in_file.run(done) == "[old 1](../old%201/report.html)"
     assert in_file.run(trains) == "`old 1`", "it has no report yet"
     place = f"{ROOT}runs/{RUN}/models/000002/a(b).pt"
-    assert in_file.place(place) == f"[`{place}`](models/000002/a%28b%29.pt)"
-    assert in_file.place(f"{ROOT}runs/{RUN}/logs/").endswith("](logs/)")
-    assert in_file.place("s3://other/runs/x") == "`s3://other/runs/x`"
+    assert in_file.location(place) == f"[`{place}`](models/000002/a%28b%29.pt)"
+    assert in_file.location(f"{ROOT}runs/{RUN}/logs/").endswith("](logs/)")
+    assert in_file.location("s3://other/runs/x") == "`s3://other/runs/x`"
     folder = "run-records/train-ddp-nightly-flows-digits"
     assert in_file.runs(RECORD) == f"../../{folder}/runs.html"
     in_list = Links("", ROOT, runs_key(RECORD))
     assert in_list.run(done) == "[old 1](../../runs/old%201/report.html)"
     in_ui = Links("http://ui/")
     assert in_ui.run(trains) == f"[old 1](http://ui/runs/flow-run/{flow_run})"
-    assert (in_ui.place(place), in_ui.runs(RECORD)) == (f"`{place}`", "")
+    assert (in_ui.location(place), in_ui.runs(RECORD)) == (f"`{place}`", "")
     assert Links().run(done) == "`old 1`"
 
 
