@@ -279,10 +279,10 @@ _KINDS: dict[str, type[RankEvent]] = {kind.__name__: kind for kind in get_args(R
 
 def encode_event(event: RankEvent) -> bytes:
     """Return a rank's event as one datagram, without its rank, which the agent knows."""
-    record = {"kind": type(event).__name__, **vars(event)}
+    fields = {"kind": type(event).__name__, **vars(event)}
     for name in ("rank", "ranks"):
-        record.pop(name, None)
-    return json.dumps(record, ensure_ascii=False, default=vars).encode(errors="replace")
+        fields.pop(name, None)
+    return json.dumps(fields, ensure_ascii=False, default=vars).encode(errors="replace")
 
 
 def decode_event(datagram: bytes, rank: int) -> RankEvent:

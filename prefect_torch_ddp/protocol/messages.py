@@ -90,7 +90,7 @@ class RankHeartbeat:
 
 
 @dataclass(frozen=True)
-class AgentReport:
+class AgentNews:
     """An agent's answer to a poll, or to the order to end."""
 
     state: AgentState

@@ -1,4 +1,4 @@
-"""The caller's side of one agent: its Dask task, its reports, orders to it, and its loss."""
+"""The caller's side of one agent: its Dask task, its news, orders to it, and its loss."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.gang.worker.agent import FAILED_GRACE_S, LOGS_TIMEOUT_S
 from prefect_torch_ddp.protocol.messages import (
     POLL,
+    AgentNews,
     AgentOrder,
-    AgentReport,
     AgentState,
     StartOrder,
     WorkerIdentity,
@@ -38,7 +38,7 @@ written."""
 CLEAR_LIVENESS_S = 4.0
 """How long the end of a gang waits for a worker that doesn't answer; its ranks end by
 themselves (`rank/link.py`)."""
-NOTHING_HEARD = AgentReport("absent")
+NOTHING_HEARD = AgentNews("absent")
 
 
 @dataclass
@@ -54,7 +54,7 @@ class AgentClient:
     token: str
     future: "Future[Any]"
     next_event: int = 0
-    report: AgentReport = NOTHING_HEARD
+    news: AgentNews = NOTHING_HEARD
     """What was last heard."""
     is_lost: bool = False
 
@@ -65,8 +65,8 @@ class AgentClient:
         reason = getattr(state.exception, "reason", "") if state is not None else ""
         return reason == "scheduler-connection-lost"
 
-    async def poll(self) -> AgentReport:
-        """Wait for news, about a second at most, and return the report."""
+    async def poll(self) -> AgentNews:
+        """Wait for news, about a second at most, and return the news."""
         return await self._poll(LONG_POLL_S)
 
     async def give(self, order: AgentOrder | StartOrder) -> None:
@@ -82,17 +82,17 @@ class AgentClient:
             msg = f"{error} before its ranks had started"
             raise WorkerLostError(msg) from error
 
-    async def clear(self) -> AgentReport:
-        """End the agent with all its ranks; the report has no events that are known."""
+    async def clear(self) -> AgentNews:
+        """End the agent with all its ranks; the news has no events that are known."""
         order: AgentOrder = "abort"
         return await self._poll(CLEAR_TIMEOUT_S, pickle.dumps(order), CLEAR_LIVENESS_S)
 
     async def _poll(
         self, wait_s: float, order: bytes = b"", limit_s: float | None = None
-    ) -> AgentReport:
-        report = await self._call(wait_s, order, limit_s)
-        self.report, self.next_event = report, report.next_event
-        return report
+    ) -> AgentNews:
+        news = await self._call(wait_s, order, limit_s)
+        self.news, self.next_event = news, news.next_event
+        return news
 
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the agent's ranks.
@@ -109,16 +109,16 @@ class AgentClient:
 
     async def _call(
         self, wait_s: float, order: bytes = b"", limit_s: float | None = None
-    ) -> AgentReport:
+    ) -> AgentNews:
         liveness = Liveness(limit_s)
         while True:
-            call = asyncio.create_task(self._ask(self.report.state, wait_s, order))
+            call = asyncio.create_task(self._ask(self.news.state, wait_s, order))
             try:
-                report: AgentReport = await self._watched(call, liveness)
+                news: AgentNews = await self._watched(call, liveness)
             except NoAnswerError:
                 await self._check_alive(liveness)
             else:
-                return report
+                return news
             finally:
                 call.cancel()
             await asyncio.sleep(0.05)
@@ -154,11 +154,11 @@ class AgentClient:
         A retired worker lives on until its ranks have stopped and saved.
         """
         with contextlib.suppress(NoAnswerError, TimeoutError):
-            report = await asyncio.wait_for(self._ask("absent", 0.0), MEMBERSHIP_S)
-            return report.state != "absent"  # else another worker has come to its address
+            news = await asyncio.wait_for(self._ask("absent", 0.0), MEMBERSHIP_S)
+            return news.state != "absent"  # else another worker has come to its address
         return False
 
-    async def _ask(self, known_state: AgentState, wait_s: float, order: bytes = b"") -> AgentReport:
+    async def _ask(self, known_state: AgentState, wait_s: float, order: bytes = b"") -> AgentNews:
         """Poll once, through the scheduler.
 
         Raises NoAnswerError if the worker can't be reached or lacks the handler, GangError if
@@ -179,8 +179,8 @@ class AgentClient:
             raise NoAnswerError(text) from error
         answer = answers[address]
         if isinstance(answer, dict) and "answer" in answer:
-            report: AgentReport = pickle.loads(answer["answer"])
-            return report
+            news: AgentNews = pickle.loads(answer["answer"])
+            return news
         if isinstance(answer, bytes):
             text = f"worker {address} did not answer ({pickle.loads(answer)!r})"
             raise NoAnswerError(text)

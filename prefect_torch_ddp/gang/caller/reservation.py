@@ -111,14 +111,14 @@ class GangReservation:
         It would wait for us as we for it.
         """
         for agent in missing:
-            seniority = agent.report.occupant.seniority if agent.report.occupant else None
+            seniority = agent.news.occupant.seniority if agent.news.occupant else None
             if seniority is not None and seniority < self._plan.seniority:
                 return True
         return False
 
     def _lost_extra(self, missing: Sequence[AgentClient]) -> bool:
         """Whether a worker that was free is held by now by somebody who doesn't wait himself."""
-        holders = (agent.report.occupant for agent in missing)
+        holders = (agent.news.occupant for agent in missing)
         return self._has_extra and any(each and each.seniority is None for each in holders)
 
     async def _has_better_choice(
@@ -135,12 +135,12 @@ class GangReservation:
         return num_others >= len(missing)
 
     def _missing(self) -> list[AgentClient]:
-        return [agent for agent in self.agents if agent.report.state != "reserved"]
+        return [agent for agent in self.agents if agent.news.state != "reserved"]
 
     def _waiting_text(self, missing: Sequence[AgentClient], waited: str) -> str:
         holders = []
         for agent in missing[:MAX_HOLDERS]:
-            known = agent.report.occupant
+            known = agent.news.occupant
             holder = known.text if known else agent.worker.occupant  # as it was placed
             holders.append(agent.worker.address + (f" is busy with {holder}" if holder else ""))
         more = len(missing) - MAX_HOLDERS
@@ -158,7 +158,7 @@ class GangReservation:
                 await agent.poll()
             except AgentLostError as error:
                 lost = error
-            if why := lost or agent.report.why_ended:
+            if why := lost or agent.news.why_ended:
                 msg = f"{why} before the gang had started"
                 raise WorkerLostError(msg) from lost
             if agent.future.status in ("cancelled", "lost"):

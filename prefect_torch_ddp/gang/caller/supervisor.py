@@ -80,7 +80,7 @@ class Supervisor:
 
     async def run(self, sink: Sink, stop: StopSwitch) -> list[bytes]:
         """Start the ranks and return their pickled values in rank order, or raise the error."""
-        port = self._agents[0].report.store_port
+        port = self._agents[0].news.store_port
         # At once: while one of them doesn't answer, the others would hear nothing.
         await asyncio.gather(
             *(
@@ -175,7 +175,7 @@ class Supervisor:
             raise cancelled(plan.name, f"by {stop.why}", stopped)
         was_cancelled = isinstance(self._broken, GangCancelledError)
         if was_cancelled or (stopped and not self._failures and self._broken is None):
-            why_ended = next(filter(None, (agent.report.why_ended for agent in self._agents)), "")
+            why_ended = next(filter(None, (agent.news.why_ended for agent in self._agents)), "")
             places = self._placement.places
             if self._growth.why and not why_ended and not was_cancelled:
                 after = f"all ranks stopped after step {stopped[0].stopped.step}"
@@ -265,13 +265,13 @@ class Supervisor:
         self._changed.set()
 
     async def _pass_on(self, agent: AgentClient, sink: Sink) -> None:
-        while agent.report.state != "ended":
-            report = await agent.poll()
-            for event in report.events:
+        while agent.news.state != "ended":
+            news = await agent.poll()
+            for event in news.events:
                 self._note(event)
                 if not isinstance(event, RankStack):  # of a mere suspicion, perhaps
                     sink(event)
-            if self._hang.take(report.heartbeats, sink):
+            if self._hang.take(news.heartbeats, sink):
                 self._changed.set()
             # An agent that Dask cancelled shuts its ranks down, and reports that.
             if agent.future.status not in ("pending", "cancelled") or agent.was_dropped_by_client:
@@ -279,11 +279,11 @@ class Supervisor:
 
     async def _why_gone(self, agent: AgentClient) -> GangError:
         """Tell why an agent ended unasked."""
-        if agent.report.state != "ended":  # its task's end was heard of first
+        if agent.news.state != "ended":  # its task's end was heard of first
             with contextlib.suppress(AgentLostError, GangError):
                 await agent.poll()
-        if agent.report.why_ended:
-            return WorkerLostError(f"{agent.report.why_ended}; the rest of the gang was stopped")
+        if agent.news.why_ended:
+            return WorkerLostError(f"{agent.news.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the agent's end is heard of before its task's
             if agent.future.status != "pending":
                 break

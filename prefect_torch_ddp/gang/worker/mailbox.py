@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.messages import (
+    AgentNews,
     AgentOrder,
-    AgentReport,
     AgentState,
     RankHeartbeat,
     StartOrder,
@@ -120,7 +120,7 @@ class Mailbox:
                 self.orders.add(order)
         self._alarm.ring()
 
-    async def news(self, next_event: int, known_state: AgentState, wait_s: float) -> AgentReport:
+    async def news(self, next_event: int, known_state: AgentState, wait_s: float) -> AgentNews:
         """Return the state and the events from `next_event` on, once either is new.
 
         Waits at most `wait_s` seconds; after an abort for the agent's end.
@@ -134,16 +134,16 @@ class Mailbox:
             with self._lock:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
-                report = self._report()
+                news = self._news()
                 is_new = bool(self._events) or self.state != known_state
-                is_due = report.has_ended if "abort" in self.orders else is_new
+                is_due = news.has_ended if "abort" in self.orders else is_new
                 if is_due or time.monotonic() >= deadline:
-                    return report
+                    return news
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_news.wait(), deadline - time.monotonic())
 
-    def _report(self) -> AgentReport:
-        return AgentReport(
+    def _news(self) -> AgentNews:
+        return AgentNews(
             state=self.state,
             events=tuple(self._events),
             next_event=self._first_event + len(self._events),

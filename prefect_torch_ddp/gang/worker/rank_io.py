@@ -23,7 +23,7 @@ SEMAPHORES = Path("/dev/shm")  # noqa: S108 - where Linux keeps them: sem_overvi
 CHUNK_BYTES = 65_536
 PIPE_BYTES = 2**18
 """Room for what a rank prints while its agent is busy; what any user may have on Linux."""
-MAX_RECORDS = 1_000
+MAX_MESSAGES = 1_000
 MAX_LINE = 8_192
 """Longer lines, in characters, are passed on in pieces: endless ones can't fill memory."""
 TAIL_LINES = 20
@@ -45,7 +45,7 @@ class RankIO:
             self.launch: IO[bytes] = self._theirs.enter_context(tempfile.TemporaryFile())
             self._outcome: IO[bytes] = self._ours.enter_context(tempfile.TemporaryFile())
             self.page = self._ours.enter_context(contextlib.closing(HeartbeatPage()))
-            # Datagrams: a record stays whole when forked children of the rank write as well.
+            # Datagrams: a message stays whole when forked children of the rank write as well.
             self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._ours.enter_context(self._events)
             os.set_blocking(self._events.fileno(), False)
@@ -94,13 +94,13 @@ class RankIO:
         for output in (self._out, self._err):
             yield from output.lines(max_chunks)
 
-    def records(self, *, whole: bool = False) -> Iterator[bytes]:
-        """Yield the records sent so far, of a flood only some: other ranks have theirs.
+    def messages(self, *, whole: bool = False) -> Iterator[bytes]:
+        """Yield the messages sent so far, of a flood only some: other ranks have theirs.
 
         The `whole` rest of a dead rank has its outcome, last.
         """
         with contextlib.suppress(BlockingIOError):
-            for _ in itertools.count() if whole else range(MAX_RECORDS):
+            for _ in itertools.count() if whole else range(MAX_MESSAGES):
                 yield self._events.recv(MAX_DATAGRAM_BYTES)
 
     @property

@@ -93,12 +93,12 @@ class RankProcess:
         """Yield the rank's events and lines so far, without waiting; of a dead one the rest."""
         for lines in self.io.lines(max_chunks=LAST_CHUNKS if is_dead else 1):
             yield from self.lines.take(lines)
-        for record in self.io.records(whole=is_dead):
+        for message in self.io.messages(whole=is_dead):
             try:
-                event = decode_event(record, self.place.rank)
+                event = decode_event(message, self.place.rank)
             except (ValueError, KeyError, TypeError):
                 rank = self.place.rank
-                logger.warning("rank %d sent a record that can't be read: %.80r", rank, record)
+                logger.warning("rank %d sent a message that can't be read: %.80r", rank, message)
             else:
                 yield from self._take(event)
         yield from self.lines.tell_left_out()

@@ -65,10 +65,10 @@ def _handler_of_polls(worker: Worker) -> Callable[..., Awaitable[dict[str, bytes
         box = open_mailbox(token)
         if order:
             box.give(pickle.loads(order))
-        report = await box.news(next_event, known_state, wait_s)
-        if report.has_ended and "abort" in box.orders:
+        news = await box.news(next_event, known_state, wait_s)
+        if news.has_ended and "abort" in box.orders:
             MAILBOXES.pop(token, None)
-        return {"answer": pickle.dumps(replace(report, occupant=_occupant(worker, token)))}
+        return {"answer": pickle.dumps(replace(news, occupant=_occupant(worker, token)))}
 
     return poll
 

@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.gangs.parts import ArrayParts, Parts, TableParts
+from prefect_torch_ddp.tasks.gangs.collection_parts import ArrayParts, CollectionParts, TableParts
 from prefect_torch_ddp.tasks.report.markdown import duration, size
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def publish_computed(
     folder, files_key = new_files_folder(dataset_id)
     try:
         make = TableParts if lazy.form == "table" else ArrayParts
-        parts: Parts = make(collection, storage, files_key)
+        parts: CollectionParts = make(collection, storage, files_key)
         written = _Writing(client, parts, logger).to_the_end()
         return publish_written(storage, dataset_id, folder, parts.files(written))
     except BaseException:
@@ -91,7 +91,7 @@ class _Writing:
     def __init__(
         self,
         client: distributed.Client,
-        parts: Parts,
+        parts: CollectionParts,
         logger: "LoggingAdapter",
     ) -> None:
         self._client = client

@@ -21,7 +21,7 @@ KEPT_ENCODING = frozenset(
 that it was read from."""
 
 
-class Parts(Protocol):
+class CollectionParts(Protocol):
     """A collection in parts, each of which a worker computes and writes."""
 
     unit: str
