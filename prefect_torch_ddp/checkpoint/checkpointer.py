@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import OpenFile, close_all, without_doubles
-from prefect_torch_ddp.checkpoint.keys import file_key, object_key, rank_name, shard_name
+from prefect_torch_ddp.checkpoint.keys import file_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
@@ -26,6 +26,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     refuse_unshared,
     wait_for_report,
 )
+from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
@@ -35,14 +36,12 @@ from prefect_torch_ddp.checkpoint.state.replicas import (
     Sketch,
     digests_of,
     is_shared_state,
-    optimized,
     sketch,
 )
 from prefect_torch_ddp.checkpoint.state.serial import (
     Serializer,
     Staging,
     capture_generators,
-    has_buffers,
     state_of,
 )
 from prefect_torch_ddp.checkpoint.state.whole import refuse_sharded, state_alone
@@ -78,9 +77,9 @@ class SaveCost:
 class _Snapshot(NamedTuple):
     """What a rank's thread writes and compares of one save."""
 
-    states: dict[str, Any]
-    """Those that this rank writes, by name, on the CPU or on their way there."""
-    modules: frozenset[str]
+    states: dict[Shard, Any]
+    """Those that this rank writes, on the CPU or on their way there."""
+    modules: frozenset[Shard]
     tracked: list[str]
     sketched: Sketch | None
     metrics: RankMetrics
@@ -134,7 +133,7 @@ class Checkpointer:
         self._has_warned = False
         self._began_s = 0.0
         self._unsaid = ""  # the newest checkpoint, if only the log's details show it
-        self._written: dict[str, str] = {}  # the digest of each object that this rank wrote last
+        self._written: dict[Shard, str] = {}  # the digest of each that this rank wrote last
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
 
@@ -146,10 +145,11 @@ class Checkpointer:
         if self._compares(world_size) and is_shared_state(item):
             self._at_first[name] = digests_of(state)
 
-    def save(
+    def save(  # noqa: PLR0913 - what a checkpoint is made of
         self,
         manifest: Manifest,
         objects: Mapping[str, Any],
+        shares: Mapping[Shard, Any],
         replicas: Replicas = NOTHING,
         *,
         weights: Mapping[str, int] = MappingProxyType({}),
@@ -160,6 +160,7 @@ class Checkpointer:
         Args:
             manifest: has no objects yet, and this rank's metrics; rank 0's counts.
             objects: what is tracked; all ranks give the same names in one order.
+            shares: the shards of them that this rank writes, each with what has its state.
             replicas: what the ranks should have in common.
             weights: what each metric of this rank counts in the mean over the ranks.
             is_last: it may follow another checkpoint of the same step.
@@ -172,8 +173,8 @@ class Checkpointer:
         self._began_s = time.monotonic()
         turn = 2 * manifest.step + is_last
         self._rank_store.set(f"begun/{self._rank}", str(turn))
-        staged = self._stage(objects, manifest.world_size)
-        staged[rank_name(self._rank)] = capture_generators()
+        staged = self._stage(shares)
+        staged[Shard.of_rank(GENERATORS, self._rank)] = capture_generators()
         sketched = None
         if self._compares(manifest.world_size):
             # After more and more saves: in between they are asked for on the rank that writes only.
@@ -182,7 +183,7 @@ class Checkpointer:
             sketched = sketch(objects, replicas, self._at_first, asks_states=asks_states)
             sketched.sums = self._staging.copy(sketched.sums)
         self._failure = None
-        modules = (name for name, each in objects.items() if isinstance(each, torch.nn.Module))
+        modules = (shard for shard, each in shares.items() if isinstance(each, torch.nn.Module))
         kept = frozenset(modules), list(objects), sketched, _of_rank(manifest, weights)
         self._start(manifest, turn, _Snapshot(staged, *kept, time.monotonic() - self._began_s))
 
@@ -238,18 +239,16 @@ class Checkpointer:
         )
         self._thread.start()
 
-    def has_changed(
-        self, objects: Mapping[str, Any], world_size: int, restored: Manifest | None
-    ) -> bool:
-        """Tell whether this rank's share differs from what it wrote last, or was restored."""
+    def has_changed(self, shares: Mapping[Shard, Any], restored: Manifest | None) -> bool:
+        """Tell whether this rank's shares differ from what it wrote last, or was restored."""
         self.wait()
         there = () if restored is None else restored.objects
-        digests = self._written or {item.name: item.digest for item in there}
-        staged = self._stage(objects, world_size)
+        digests = self._written or {item.shard: item.digest for item in there}
+        staged = self._stage(shares)
         self._staging.wait()
         return any(
-            content_digest(self._serializer.to_view(state)) != digests.get(name)
-            for name, state in staged.items()
+            content_digest(self._serializer.to_view(state)) != digests.get(shard)
+            for shard, state in staged.items()
         )
 
     @property
@@ -283,36 +282,11 @@ class Checkpointer:
     def _compares(self, world_size: int) -> bool:
         return world_size > 1 and self._committer.policy.compare_replicas
 
-    def _stage(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-        """Copy the states that this rank writes."""
+    def _stage(self, shares: Mapping[Shard, Any]) -> dict[Shard, Any]:
+        """Copy the states that this rank writes; all of them are asked for before that."""
         self._staging.begin()
-        share = self._share_of(objects, world_size)
-        return {name: self._staging.copy(state) for name, state in share.items()}
-
-    def _share_of(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-        """Return the states that this rank writes."""
-        # Shared out is only what is known to be the same everywhere. Rank 0 writes what a forward
-        # pass changes, such as BatchNorm's statistics, and what it may be the only one to update,
-        # such as averaged weights.
-        trained = set(map(id, optimized(objects)))
-        share = {}
-        for i, (name, item) in enumerate(objects.items()):
-            is_own = isinstance(item, OwnState)
-            is_same = isinstance(item, torch.optim.Optimizer) or (
-                isinstance(item, torch.nn.Module)
-                and not has_buffers(item)
-                and trained.issuperset(map(id, item.parameters()))
-            )
-            if is_own or (i % world_size if is_same else 0) == self._rank:
-                state = self._state_of(name, item)
-                refuse_sharded(name, state)
-                check_loadable(name, state)  # each time: it may hold other types by now
-                share[shard_name(name, self._rank) if is_own else name] = state
-        return share
-
-    @staticmethod
-    def _state_of(name: str, item: Any) -> Any:
-        return state_alone(name, item) if is_shared_state(item) else state_of(item)
+        states = {shard: _state_to_write(shard.object, item) for shard, item in shares.items()}
+        return {shard: self._staging.copy(state) for shard, state in states.items()}
 
     def _write_share(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
         written: list[dict[str, Any]] = []
@@ -323,14 +297,15 @@ class Checkpointer:
             self._staging.wait()
             if snapshot.sketched is not None:
                 report["replicas"] = snapshot.sketched.digests()
-            for name, state in snapshot.states.items():
-                found = self._write(manifest, name, state)
-                is_module = name in snapshot.modules
-                rank = None if name in snapshot.tracked else self._rank
-                written.append(asdict(replace(found, is_module=is_module, rank=rank)))
+            digests = {}
+            for shard, state in snapshot.states.items():
+                is_module = shard in snapshot.modules
+                found = self._write(manifest, shard, state, is_module=is_module)
+                written.append(found.as_stored())
+                digests[shard] = found.digest
             for number, file in enumerate(snapshot.files):
-                written.append(asdict(self._write_file(manifest, number, file)))
-            self._written = {item["name"]: item["digest"] for item in written}
+                written.append(self._write_file(manifest, number, file).as_stored())
+            self._written = digests
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
             self._fail(manifest, error)
@@ -346,11 +321,16 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 
-    def _write(self, manifest: Manifest, name: str, state: Any) -> ManifestObject:
-        key = object_key(manifest.run_id, manifest.step, manifest.attempt, name)
+    def _write(
+        self, manifest: Manifest, shard: Shard, state: Any, *, is_module: bool
+    ) -> ManifestObject:
+        key = object_key(manifest.run_id, manifest.step, manifest.attempt, shard.name)
         data = self._serializer.to_view(state)
         self._put(key, data)
-        return ManifestObject(name, key, len(data), content_digest(data))
+        which, digest = shard._asdict(), content_digest(data)
+        return ManifestObject(
+            key=key, num_bytes=len(data), digest=digest, is_module=is_module, **which
+        )
 
     def _write_file(self, manifest: Manifest, number: int, file: OpenFile) -> ManifestObject:
         key = file_key(manifest.run_id, manifest.step, manifest.attempt, self._rank, number)
@@ -375,7 +355,8 @@ class Checkpointer:
                 is_last = bool(turn % 2)
                 reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
             check_reports(reports)
-            items = (ManifestObject(**item) for report in reports for item in report["objects"])
+            written = (item for report in reports for item in report["objects"])
+            items = map(ManifestObject.from_stored, written)
             objects, doubles = without_doubles(items, manifest.folder)
             metrics, intervals = mean_metrics(reports)
             if sketched is not None:
@@ -423,6 +404,14 @@ class Checkpointer:
         if not isinstance(error, SupersededError):
             text = "no checkpoint of step %d, the one before it stays the newest: %s"
             logger.warning(text, manifest.step, error)
+
+
+def _state_to_write(name: str, item: Any) -> Any:
+    """Return a state; InvalidParamsError: it couldn't be read back."""
+    state = state_alone(name, item) if is_shared_state(item) else state_of(item)
+    refuse_sharded(name, state)
+    check_loadable(name, state)  # each time: it may hold other types by now
+    return state
 
 
 def _of_rank(manifest: Manifest, weights: Mapping[str, int]) -> RankMetrics:

@@ -70,7 +70,7 @@ def is_manifest(key: str) -> bool:
 
 
 def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
-    """Return an object of a checkpoint."""
+    """Return a shard of a checkpoint's object, by its `Shard.name`."""
     return f"{checkpoint_prefix(run_id, step, attempt)}{name}.pt"
 
 
@@ -83,13 +83,3 @@ def owner_of(run_id: str, key: str) -> CheckpointId | None:
     """Return whose object or manifest it is; None if it is no checkpoint's."""
     match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))
     return CheckpointId(int(match[1]), int(match[2])) if match else None
-
-
-def rank_name(rank: int) -> str:
-    """Return the name of the object that holds a rank's random generators."""
-    return f"rank-{rank:05d}"
-
-
-def shard_name(name: str, rank: int) -> str:
-    """Return the name of the shard that holds a rank's own state of an object."""
-    return f"{name}.{rank_name(rank)}"

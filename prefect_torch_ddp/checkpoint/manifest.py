@@ -14,7 +14,9 @@ from prefect_torch_ddp.checkpoint.keys import (
     manifest_key,
     owner_of,
 )
+from prefect_torch_ddp.checkpoint.shard import Layout, Shard
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError, ObjectNotFoundError
+from prefect_torch_ddp.lazy import __version__
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.formats import DAMAGE, MANIFEST, build, location, sha256_in
 from prefect_torch_ddp.storage.protocol import Storage
@@ -24,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ManifestObject:
-    """One object of a checkpoint, or one shard of it."""
+    """One shard of an object of a checkpoint, or the whole of it, or a file of a folder."""
 
-    name: str
-    """The tracked object's, or `shard_name`: no two of a checkpoint are the same."""
+    object: str
+    """The tracked object's name; of a file that `ctx.commit` was given, its path."""
     key: str
     num_bytes: int
     digest: str
@@ -35,9 +37,49 @@ class ManifestObject:
     is_module: bool = False
     """Whether its tensors are copied when it is restored; an optimizer keeps those it is given."""
     rank: int | None = None
-    """Whose own state it is, the other ranks having theirs; None: it is the whole object."""
+    """Whose shard it is; None: it is the whole object. Of a file, who committed it."""
     path: str | None = None
     """Of a file that `ctx.commit` was given: where it lies in `ctx.checkpoint_folder`, as a key."""
+    layout: Layout = Layout.WHOLE
+    """How the object consists of this shard and the others of its name."""
+
+    @property
+    def shard(self) -> Shard:
+        """Which shard of which object it is."""
+        return Shard(self.object, self.layout, self.rank)
+
+    @property
+    def name(self) -> str:
+        """Its stored name, which no other one of the checkpoint has."""
+        return self.shard.name
+
+    def as_stored(self) -> dict[str, Any]:
+        """Return its entry in a manifest."""
+        return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any], where: str = "this file") -> Self:
+        """Read an entry of a manifest; `where` is for the error.
+
+        Raises:
+            NewerFormatError: its layout is one of a later version.
+            ValueError, TypeError, KeyError, AttributeError: it is damaged.
+        """
+        name = values["name"]
+        if "layout" not in values:  # an earlier version's, in which only names told shards apart
+            is_file = values.get("path") is not None
+            shard = Shard(name, rank=values.get("rank")) if is_file else Shard.named(name)
+        elif values["layout"] in set(Layout):
+            shard = Shard(values["object"], Layout(values["layout"]), values["rank"])
+        else:
+            msg = (
+                f"{where} has {name!r} in the layout {values['layout']!r}, which prefect-torch-ddp "
+                f"{__version__} doesn't know. Install the version that wrote it, or a newer one; "
+                "the file is left as it is"
+            )
+            raise NewerFormatError(msg)
+        more = {key: value for key, value in values.items() if key != "name"}
+        return build(cls, {**more, **shard._asdict()})
 
 
 @dataclass(frozen=True)
@@ -70,9 +112,10 @@ class Manifest:
         """Which folder in `ctx.checkpoint_folder` it is, "" for all of it; None: it is none."""
         return self.position.get("folder")
 
-    def find(self, name: str) -> ManifestObject | None:
-        """Return the object of that name."""
-        return next((item for item in self.objects if item.name == name), None)
+    def find(self, name: str, rank: int | None = None) -> ManifestObject | None:
+        """Return a tracked object that is there as a whole, or a rank's shard of it."""
+        here = (item for item in self.objects if (item.object, item.rank) == (name, rank))
+        return next(here, None)
 
     def as_bytes(self) -> bytes:
         """Return it as checksummed JSON."""
@@ -80,7 +123,8 @@ class Manifest:
             name: value if math.isfinite(value) else str(value)
             for name, value in self.metrics.items()
         }
-        values = {**asdict(self), "metrics": metrics}
+        objects = [item.as_stored() for item in self.objects]
+        values = {**asdict(self), "metrics": metrics, "objects": objects}
         values.pop("sha256")
         return MANIFEST.to_bytes(values)
 
@@ -90,7 +134,7 @@ class Manifest:
         values = MANIFEST.from_bytes(data, where)
         more: dict[str, Any] = {
             "metrics": {str(name): float(value) for name, value in values["metrics"].items()},
-            "objects": tuple(build(ManifestObject, item) for item in values["objects"]),
+            "objects": tuple(ManifestObject.from_stored(each, where) for each in values["objects"]),
             "reports": {name: tuple(place) for name, place in values["reports"].items()},
             "sha256": sha256_in(data),
         }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.state.own_state import uncovered
+from prefect_torch_ddp.checkpoint.shard import Layout, Shard, uncovered
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -132,12 +132,19 @@ def check_reports(reports: Sequence[Report]) -> None:
         if report["error"]:
             msg = f"rank {rank}: {report['error']}"
             raise CheckpointError(msg)
-    written = [(item["name"], item["rank"]) for report in reports for item in report["objects"]]
-    if name := uncovered(names, written, len(reports)):
+    # Of a folder's files several ranks may commit the same one.
+    shards = (
+        Shard(item["object"], Layout(item["layout"]), item["rank"])
+        for report in reports
+        for item in report["objects"]
+        if item["path"] is None
+    )
+    if found := uncovered(names, shards, len(reports)):
+        name, fault = found
         msg = (
-            f"the tracked object {name!r} differs between the ranks: it has buffers on some of "
-            "them only, or ctx.track on some and ctx.track_each on others; build and track it the "
-            "same way on every rank"
+            f"the tracked object {name!r} differs between the ranks ({fault}): it has buffers on "
+            "some of them only, or ctx.track on some and ctx.track_each on others; build and track "
+            "it the same way on every rank"
         )
         raise InvalidParamsError(msg)
 

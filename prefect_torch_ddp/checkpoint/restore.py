@@ -10,13 +10,7 @@ import torch
 
 from prefect_torch_ddp.checkpoint.attempts import had_ended, record_resume, refuse_superseded
 from prefect_torch_ddp.checkpoint.files import fetch_files, refuse_folder
-from prefect_torch_ddp.checkpoint.keys import (
-    FROM_NOTHING,
-    CheckpointId,
-    checkpoints_prefix,
-    rank_name,
-    shard_name,
-)
+from prefect_torch_ddp.checkpoint.keys import FROM_NOTHING, CheckpointId, checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     ManifestObject,
@@ -25,8 +19,9 @@ from prefect_torch_ddp.checkpoint.manifest import (
 )
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
+from prefect_torch_ddp.checkpoint.shard import GENERATORS
 from prefect_torch_ddp.checkpoint.state.objects import read_state, read_states
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, num_owners
 from prefect_torch_ddp.checkpoint.state.serial import load_state, restore_generators
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -143,10 +138,9 @@ class Restorer:
         is_own = isinstance(item, OwnState)
         found = find_own(manifest, name, item) if is_own else manifest.find(name)
         if found is None:
-            begins_anew = is_own and item.begins_anew
-            if begins_anew and manifest.find(shard_name(name, 0)) is not None:
+            if is_own and item.begins_anew and (num := num_owners(manifest, name)):
                 text = "%r starts over: the %s has the states of %d ranks, and here are %d"
-                logger.warning(text, name, what, manifest.world_size, item.world_size)
+                logger.warning(text, name, what, num, item.world_size)
                 return
             there = ", ".join(item.name for item in manifest.objects)
             msg = f"the {what} has no object {name!r}; it has {there}"
@@ -169,7 +163,7 @@ class Restorer:
     def restore_generators(self, rank: int) -> bool:
         """Put a rank's random generators back; False if the checkpoint has none for it."""
         manifest = self.manifest
-        found = None if manifest is None else manifest.find(rank_name(rank))
+        found = None if manifest is None else manifest.find(GENERATORS, rank)
         if manifest is None or found is None:
             return False
         restore_generators(self._take(manifest, found))

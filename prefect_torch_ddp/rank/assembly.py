@@ -93,7 +93,7 @@ class ContextParts:
         from prefect_torch_ddp.rank.training.saver import Saver  # noqa: PLC0415 - loads torch
 
         shown = (self.reporter, self.link.heartbeat)
-        return Saver(self.config, self.info, self.replay, *shown, self.tracked)
+        return Saver(self.config, self.info, self.replay, *shown, self.tracked, self.gradients)
 
     @cached_property
     def training_state(self) -> "TrainingState":
@@ -110,7 +110,6 @@ class ContextParts:
         """What goes through the steps."""
         from prefect_torch_ddp.rank.training.steps import StepLoop  # noqa: PLC0415 - loads torch
 
-        self.saver.take_passes = self.gradients.take_passes
         here = (self.config, self.info, self.requests, self.replay, self.link)
         return StepLoop(*here, self.reporter, self.training_state, self.gradients)
 

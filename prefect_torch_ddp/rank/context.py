@@ -220,7 +220,6 @@ class RankContext:
             InvalidParamsError: `process_group` has only some of the ranks, or the default process
                 group isn't initialized.
         """
-        self._parts.saver.wrapped.add(model)
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 
     def loader(  # noqa: PLR0913 - choices of a loader, by name

@@ -21,6 +21,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.attempts import had_ended, read_failures
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
@@ -139,7 +140,13 @@ KINDS = {
 
 def test_what_0_1_wrote_is_read(storage: DirectoryStorage) -> None:
     """Checkpoints, metrics, ledger, goodput, files, and the record of the run."""
-    assert [found.step for found in list_manifests(storage, RUN_ID)] == [12, 15]
+    manifests = list_manifests(storage, RUN_ID)
+    assert [found.step for found in manifests] == [12, 15]
+    whole, each = (
+        {Shard("model"), Shard("optimizer")},
+        (Shard.of_rank(GENERATORS, i) for i in (0, 1)),
+    )
+    assert {item.shard for item in manifests[-1].objects} == {*whole, *each}
     metrics = read_metrics(storage, RUN_ID)
     assert metrics.step.tolist() == [step for step in range(1, 16) for _ in range(2)]
     assert metrics.loss.notna().all()

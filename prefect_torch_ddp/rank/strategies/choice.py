@@ -11,4 +11,4 @@ def strategy_for(config: RankConfig, info: RankInfo, heartbeat: HeartbeatWriter)
     """Make the strategy that the run's determinism asks for."""
     if config.is_elastic:
         return VirtualRanks(config, info, heartbeat)
-    return ShareWeights(info.world_size, heartbeat)
+    return ShareWeights(info, heartbeat)

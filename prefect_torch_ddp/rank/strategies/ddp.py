@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from prefect_torch_ddp.checkpoint.shard import Shard
+from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
+from prefect_torch_ddp.rank.strategies.replicated import dealt_out, whole
 from prefect_torch_ddp.rank.strategies.sums import Probe, SumWatch
 
 
@@ -31,10 +35,12 @@ def require_group(world_size: int) -> None:
 class ShareWeights:
     """The wrapped models of a training, and the share that their gradients count by."""
 
-    def __init__(self, world_size: int, heartbeat: HeartbeatWriter | None = None) -> None:
+    def __init__(self, info: RankInfo, heartbeat: HeartbeatWriter | None = None) -> None:
         """Begin outside of a step, without a model; the heartbeat gets the time of waiting."""
-        self._world_size = world_size
+        self._info = info
+        self._world_size = info.world_size
         self.heartbeat = heartbeat or HeartbeatWriter()
+        self._given: WeakSet[nn.Module] = WeakSet()
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self._share: BatchShare | None = None
         self._uneven: list[int] = []
@@ -44,6 +50,7 @@ class ShareWeights:
 
     def wrap(self, model: nn.Module, device: torch.device, ddp_kwargs: dict[str, Any]) -> nn.Module:
         """Move a model to the device, and if there are several ranks make it a DDP."""
+        self._given.add(model)
         model = model.to(device)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if self._world_size == 1:
@@ -120,9 +127,9 @@ class ShareWeights:
         self._share = None
         self.sums.passes.end_step()
 
-    def take_passes(self) -> list[tuple[int, int]]:
-        """Return from which steps on how many passes were summed, since the last call."""
-        return self.sums.passes.take()
+    def take_replicas(self) -> Replicas:
+        """Return the wrapped models, and how many passes the steps since the last call summed."""
+        return Replicas(list(self._given), self.sums.passes.take())
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight); ranks communicate only in the last backward pass."""
@@ -157,6 +164,14 @@ class ShareWeights:
             gradients.zero_()  # not times 0: the stand-in's gradient may be nan
         else:
             gradients.mul_(share.num_local / share.num_global)
+
+    def tracked(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the models without DDP; refuse what isn't whole on each rank."""
+        return whole(objects)
+
+    def shares(self, objects: Mapping[str, Any]) -> dict[Shard, Any]:
+        """Deal out what each rank holds whole."""
+        return dealt_out(objects, self._info)
 
     def close(self) -> None:
         """Watch optimizers no more."""

@@ -2,16 +2,18 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from prefect_torch_ddp.checkpoint.shard import Shard
+from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -26,6 +28,7 @@ from prefect_torch_ddp.rank.generators import seed_shared
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.ddp import require_group
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
+from prefect_torch_ddp.rank.strategies.replicated import dealt_out, whole
 from prefect_torch_ddp.rank.strategies.tree import (
     Flat,
     FlatGradients,
@@ -50,9 +53,11 @@ class VirtualRanks:
         """Make torch compute the same in every run; `close` undoes that."""
         self._heartbeat = heartbeat or HeartbeatWriter()
         self._shares = RankShares.of_rank(info.rank, info.world_size, config.virtual_ranks)
+        self._info = info
         self._world_size = info.world_size
         self._seed = config.seed
         self._step = 0
+        self._given: WeakSet[nn.Module] = WeakSet()
         self._wrapped: list[ref[nn.Module]] = []
         self._models: list[nn.Module] = []
         """Those that are trained in the loop under way."""
@@ -71,6 +76,7 @@ class VirtualRanks:
 
         It becomes no DDP, which sums in its own order.
         """
+        self._given.add(model)
         model = model.to(device)
         if self._world_size > 1:
             require_group(self._world_size)
@@ -114,9 +120,9 @@ class VirtualRanks:
             )
             raise InvalidParamsError(msg)
 
-    def take_passes(self) -> list[tuple[int, int]]:
-        """Return nothing: a step that doesn't sum once is refused."""
-        return []
+    def take_replicas(self) -> Replicas:
+        """Return the wrapped models; no passes, since a step that doesn't sum once is refused."""
+        return Replicas(list(self._given))
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight) for each own virtual rank, then sum all gradients."""
@@ -147,6 +153,14 @@ class VirtualRanks:
         # What the rest of the step draws is the same on all ranks.
         seed_shared(self._seed, self._step, self._shares.num_shares)
         self._owes = False
+
+    def tracked(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the models without DDP; refuse what isn't whole on each rank."""
+        return whole(objects)
+
+    def shares(self, objects: Mapping[str, Any]) -> dict[Shard, Any]:
+        """Deal out what each rank holds whole."""
+        return dealt_out(objects, self._info)
 
     def _of_one(
         self, share: VirtualShare, num_global: int, max_samples: int | None

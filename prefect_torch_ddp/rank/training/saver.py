@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
@@ -12,18 +11,15 @@ from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.restore import Restorer
-from prefect_torch_ddp.checkpoint.state.replicas import Replicas
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
+from prefect_torch_ddp.rank.strategies.strategy import Strategy
 from prefect_torch_ddp.rank.training.numbers import Moment
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due
 from prefect_torch_ddp.rank.training.tracked import warn_of_groups
-
-if TYPE_CHECKING:
-    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +37,7 @@ class Saver:
         reporter: Reporter,
         heartbeat: HeartbeatWriter,
         objects: dict[str, Any],
+        strategy: Strategy,
     ) -> None:
         """Make it; nothing is saved before `open`.
 
@@ -51,6 +48,7 @@ class Saver:
             reporter: has the metrics, and writes its records before a checkpoint counts.
             heartbeat: shows that a rank saves.
             objects: the tracked ones, by name.
+            strategy: says which shards of them this rank saves.
         """
         self._config = config
         self._info = info
@@ -59,13 +57,10 @@ class Saver:
         self._reporter = reporter
         self._heartbeat = heartbeat
         self.objects = objects
+        self.strategy = strategy
         self._group_sizes: dict[str, list[int]] = {}
-        self.wrapped: WeakSet[nn.Module] = WeakSet()
-        """The models that were given to `ctx.wrap`: replicas, which have to stay the same."""
         self.holds_folders = False
         """Whether the checkpoints are folders that user code wrote, in place of objects."""
-        self.take_passes: Callable[[], list[tuple[int, int]]] = list
-        """See `Strategy`."""
         run = (config.storage, config.run_id, config.attempt)
         self._clock = SaveClock(config.checkpoint.every_s, time.monotonic())
         self._committer = Committer(*run, config.checkpoint, self._committed)
@@ -208,7 +203,9 @@ class Saver:
         # After a loop that was stopped from outside code comes too early to be saved.
         is_over = numbers.is_at_end or numbers.progress.stopped_by is not None
         checks = not is_over and numbers.is_saved
-        has_changed = checks and checkpointer.has_changed(self.objects, world_size, restored)
+        has_changed = checks and checkpointer.has_changed(
+            self.strategy.shares(self.objects), restored
+        )
         if rank != 0:
             store.set(f"ended/{rank}", CHANGED if has_changed else "")
         else:
@@ -238,9 +235,10 @@ class Saver:
             is_rated = self._info.rank == 0
             metrics, reports = self._reporter.newest.of_checkpoint(is_rated=is_rated)
             manifest = Manifest(*at, self._info.world_size, metrics, reports=reports)
-            replicas = Replicas(list(self.wrapped), self.take_passes())
             weights = self._reporter.newest.weights()
-            checkpointer.save(manifest, self.objects, replicas, weights=weights, is_last=is_last)
+            shares, replicas = self.strategy.shares(self.objects), self.strategy.take_replicas()
+            state = self.objects, shares, replicas
+            checkpointer.save(manifest, *state, weights=weights, is_last=is_last)
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""

@@ -1,15 +1,11 @@
-"""The objects that user code tracks: which are allowed, how they unwrap, what changes in them."""
+"""The objects that user code tracks: which are allowed, and what changes in them."""
 
 import logging
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
 from prefect_torch_ddp.checkpoint.state.serial import group_sizes
-from prefect_torch_ddp.checkpoint.state.whole import refuse_partial
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import Stage
 
@@ -45,27 +41,6 @@ def check_trackable(
         else:
             continue
         raise InvalidParamsError(msg)
-
-
-def whole(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects unwrapped; refuse those of which a rank has only a part."""
-    for name, item in objects.items():
-        refuse_partial(name, item)
-    return {name: unwrapped(item) for name, item in objects.items()}
-
-
-def unwrapped(item: Any) -> Any:
-    """Return the bare module of a DDP or compiled one, whose weights load without a prefix.
-
-    Anything else is returned as it is.
-    """
-    while isinstance(item, nn.Module):
-        is_ddp = isinstance(item, DistributedDataParallel)
-        inner = item.module if is_ddp else getattr(item, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            break
-        item = inner
-    return item
 
 
 def warn_of_groups(sizes: dict[str, list[int]], objects: Mapping[str, Any]) -> None:

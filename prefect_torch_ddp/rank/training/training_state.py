@@ -14,12 +14,12 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
-from prefect_torch_ddp.rank.training import tracked
 from prefect_torch_ddp.rank.training.calls.passes import Passes
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.saves import Reason
+from prefect_torch_ddp.rank.training.tracked import check_trackable
 
 
 class TrainingState:
@@ -61,7 +61,7 @@ class TrainingState:
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them if there is a checkpoint."""
         self._check(objects)
-        self._take(tracked.whole(objects))
+        self._take(self._saver.strategy.tracked(objects))
 
     def track_each(self, objects: Mapping[str, Any], *, begins_anew: bool) -> None:
         """Take objects whose state is each rank's own."""
@@ -172,7 +172,7 @@ class TrainingState:
     def _check(self, objects: Mapping[str, Any]) -> None:
         self._refuse_folders("ctx.track")
         has_begun = self._numbers.has_begun
-        tracked.check_trackable(objects, self._objects, self._config.stage, has_begun=has_begun)
+        check_trackable(objects, self._objects, self._config.stage, has_begun=has_begun)
 
     def _take(self, objects: Mapping[str, Any]) -> None:
         with self._heartbeat.during(Phase.RESTORING):

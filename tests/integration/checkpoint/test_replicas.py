@@ -128,6 +128,28 @@ def test_state_that_is_each_ranks_own_is_refused_in_track(tmp_path: Path) -> Non
         train_on(2, config_for(tmp_path), read_on, "track")
 
 
+def read_by_rank(ctx: RankContext, *how: str) -> list[Any]:
+    """Track the same object in another way on each rank."""
+    return read_on(ctx, how[ctx.rank])
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (("refuse", "track"), "the shard of rank 1 is missing"),
+        (("track", "refuse"), "it was written as by_rank and as whole"),
+    ],
+)
+def test_an_object_of_which_a_shard_lacks_is_not_committed(
+    tmp_path: Path, how: tuple[str, str], why: str
+) -> None:
+    """The error names the object and the shard; `ctx.track` is for all ranks or for none."""
+    config = config_for(tmp_path)
+    with pytest.raises(AssertionError, match=rf"'reader' differs between the ranks \({why}\)"):
+        train_on(2, config, read_by_rank, *how)
+    assert list_manifests(config.storage, "run") == []
+
+
 def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
     """`ctx.track_each` stores one shard of the object for each rank, and restores it there."""
     config = config_for(tmp_path)

@@ -1,6 +1,6 @@
 """What rank 0 compares before it commits; the ranks are threads with one key-value store."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
+from prefect_torch_ddp.checkpoint.shard import Shard
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -33,10 +34,21 @@ def ranks_of(storages: Sequence[Storage]) -> list[Checkpointer]:
     return [Checkpointer(rank, store, c, lambda: None) for rank, c in enumerate(committers)]
 
 
-def save(ranks: list[Checkpointer], tracked: Sequence[Mapping[str, Any]], step: int = 1) -> None:
-    """Save on each rank what it tracks."""
-    for checkpointer, objects in zip(ranks, tracked, strict=True):
-        checkpointer.save(Manifest("run", step, 1, 1, {}, len(ranks)), objects)
+def whole(objects: Mapping[str, Any], rank: int) -> dict[Shard, Any]:
+    """Return what a rank saves if rank 0 saves everything."""
+    return {Shard(name): item for name, item in objects.items()} if rank == 0 else {}
+
+
+def save(
+    ranks: list[Checkpointer],
+    tracked: Sequence[Mapping[str, Any]],
+    step: int = 1,
+    shares: Callable[[Mapping[str, Any], int], Mapping[Shard, Any]] = whole,
+) -> None:
+    """Save on each rank what it tracks, by such shares."""
+    for rank, (checkpointer, objects) in enumerate(zip(ranks, tracked, strict=True)):
+        manifest = Manifest("run", step, 1, 1, {}, len(ranks))
+        checkpointer.save(manifest, objects, shares(objects, rank))
     for checkpointer in ranks:
         checkpointer.wait()
 
@@ -80,13 +92,13 @@ def test_a_checkpoint_has_the_mean_of_a_metric(
     """Over the ranks that reported it last, as the records have it; it is chosen by that value."""
     storage = DirectoryStorage(tmp_path)
     ranks = ranks_of([storage, storage])
-    for checkpointer, given in zip(ranks, of_ranks, strict=True):
+    for rank, (checkpointer, given) in enumerate(zip(ranks, of_ranks, strict=True)):
         named = (
             {} if given is None else {"metrics": {"val": given[0]}, "reports": {"val": given[1]}}
         )
         weights = {} if given is None else {"val": given[2]}
         manifest = Manifest("run", 1, 1, 1, {}, len(ranks), **named)
-        checkpointer.save(manifest, ON_RANK_0, weights=weights)
+        checkpointer.save(manifest, ON_RANK_0, whole(ON_RANK_0, rank), weights=weights)
     for checkpointer in ranks:
         checkpointer.wait()
     (found,) = list_manifests(storage, "run")
@@ -104,6 +116,40 @@ def test_a_storage_that_the_hosts_do_not_share_is_refused(
     save(ranks, [ON_RANK_0] * 2)
     assert list_manifests(storages[0], "run") == []
     with pytest.raises(InvalidParamsError, match=r"share the storage .*/a: rank 0 on .* by rank 1"):
+        ranks[0].raise_failure()
+
+
+def of_each(objects: Mapping[str, Any], rank: int) -> dict[Shard, Any]:
+    """Return each rank's own shards."""
+    return {Shard.of_rank(name, rank): item for name, item in objects.items()}
+
+
+SHARES: dict[str, tuple[Callable[[Mapping[str, Any], int], Mapping[Shard, Any]], str]] = {
+    "the shard of rank 1 is missing": (
+        lambda objects, rank: of_each(objects, rank) if rank == 0 else {},
+        "the shard of rank 1 is missing",
+    ),
+    "a shard twice": (
+        lambda objects, _: of_each(objects, rank=0),
+        "the shard of rank 0 was written 2 times",
+    ),
+    "a whole twice": (lambda objects, _: whole(objects, rank=0), "it was written 2 times"),
+    "by nobody": (lambda _objects, _rank: {}, "no rank wrote it"),
+}
+
+
+@pytest.mark.parametrize(("shares", "why"), SHARES.values(), ids=SHARES)
+def test_shards_that_do_not_make_the_object_are_not_committed(
+    tmp_path: Path,
+    shares: Callable[[Mapping[str, Any], int], Mapping[Shard, Any]],
+    why: str,
+) -> None:
+    """The error names the object and what is wrong, and nothing of the checkpoint stays."""
+    storage = DirectoryStorage(tmp_path)
+    ranks = ranks_of([storage, storage])
+    save(ranks, [{"loader": Tracked()}] * 2, shares=shares)
+    assert [found.key for found in storage.list("runs/run/checkpoints/")] == []
+    with pytest.raises(InvalidParamsError, match=rf"'loader' differs between the ranks \({why}\)"):
         ranks[0].raise_failure()
 
 

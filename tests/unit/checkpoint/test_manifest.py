@@ -18,12 +18,15 @@ from prefect_torch_ddp.checkpoint.manifest import (
     checkpoint_ref,
     find_manifest,
     list_manifests,
+    live_manifests,
     read_manifest,
 )
+from prefect_torch_ddp.checkpoint.shard import GENERATORS, Layout
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.formats import DAMAGE, RESUME
+from tests.support.formats import rewrite
 
 
 def manifest(step: int, **metrics: float) -> Manifest:
@@ -52,6 +55,61 @@ def test_the_newest_and_the_best_stay() -> None:
     assert deleted(manifests, keep_last=1, keep_best=3, best_metric="loss") == all_but_last
     manifests[1:3] = [replace(each, reports={"accuracy": (20, 20)}) for each in manifests[1:3]]
     assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [30, 40, 50]
+
+
+def shards_of_all_kinds() -> tuple[ManifestObject, ...]:
+    """Return a whole object, a rank's state of another one, and a rank's random generators."""
+    return (
+        ManifestObject("model", "k/model.pt", 3, "00", is_module=True),
+        ManifestObject("steps-0", "k/0.pt", 3, "01", rank=1, layout=Layout.BY_RANK),
+        ManifestObject(GENERATORS, "k/1.pt", 3, "02", rank=1, layout=Layout.BY_RANK),
+    )
+
+
+def test_shards_are_found_by_object_and_rank() -> None:
+    """Of a rank that has none there is none, and a whole object is no rank's."""
+    model, place, generators = shards_of_all_kinds()
+    stored = replace(manifest(1), objects=(model, place, generators))
+    assert stored.find("model") == model
+    assert stored.find("steps-0", 1) == place
+    assert stored.find(GENERATORS, 1) == generators
+    for lacking in (("model", 1), ("steps-0", None), ("steps-0", 0), ("steps-0.rank-00001", None)):
+        assert stored.find(*lacking) is None
+
+
+@pytest.mark.parametrize("lacks", [{"object", "layout"}, {"object", "layout", "rank", "path"}])
+def test_shards_of_an_earlier_version_are_told_by_their_names(lacks: set[str]) -> None:
+    """It stored only a unique name, which is still stored: it finds what this version wrote."""
+    stored = [item.as_stored() for item in shards_of_all_kinds()]
+    assert [each["name"] for each in stored] == ["model", "steps-0.rank-00001", "rank-00001"]
+    old = [{name: value for name, value in each.items() if name not in lacks} for each in stored]
+    assert tuple(map(ManifestObject.from_stored, old)) == shards_of_all_kinds()
+
+
+def test_a_file_is_no_shard_whatever_its_name() -> None:
+    """User code names it."""
+    path = "folder/a.rank-00001"
+    file = ManifestObject(path, "k", 3, "00", rank=0, path=path)
+    stored = file.as_stored()
+    assert stored["name"] == path
+    assert ManifestObject.from_stored(stored) == file
+    del stored["object"], stored["layout"]
+    assert ManifestObject.from_stored(stored) == file
+
+
+def test_a_layout_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
+    """As a newer format is: the checkpoint isn't damaged, and no older one is taken instead."""
+    storage = DirectoryStorage(tmp_path)
+    for step in (1, 2):
+        storage.write(manifest_key("run", step, 1), manifest(step).as_bytes())
+    key = manifest_key("run", 2, 1)
+    objects = [{**item.as_stored(), "layout": "by_row"} for item in manifest(2).objects]
+    rewrite(storage, key, {"objects": objects})
+    said = f"{key} has 'model' in the layout 'by_row', which .* Install the version that wrote it"
+    with pytest.raises(NewerFormatError, match=said):
+        list_manifests(storage, "run")
+    kept = live_manifests(storage, "run", allow_newer=True)
+    assert [each.step for each in kept] == [1]
 
 
 def test_manifests_read_back(tmp_path: Path) -> None:

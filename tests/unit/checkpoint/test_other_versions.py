@@ -140,7 +140,7 @@ def test_an_object_that_this_torch_cannot_read_is_no_damage(storage: DirectorySt
     item = read_manifest(storage, "local", 3, 1).objects[0]
     data = b"a format of a later torch"
     storage.write(item.key, data)
-    objects = [{**vars(item), "num_bytes": len(data), "digest": content_digest(data)}]
+    objects = [{**item.as_stored(), "num_bytes": len(data), "digest": content_digest(data)}]
     rewrite(storage, manifest_key("local", 3, 1), {"objects": objects})
     before = snapshot(storage)
     with pytest.raises(NewerFormatError, match=f"{item.key} is what was written, and torch"):
@@ -148,9 +148,16 @@ def test_an_object_that_this_torch_cannot_read_is_no_damage(storage: DirectorySt
     assert before.items() <= snapshot(storage).items()
 
 
+def lay_out(storage: Storage, key: str) -> None:
+    """Give a manifest's objects a layout of a later version."""
+    objects = json.loads(storage.read(key))["objects"]
+    rewrite(storage, key, {"objects": [{**each, "layout": "by_row"} for each in objects]})
+
+
 SPOILS: dict[str, Callable[[Storage, str], None]] = {
     "of a newer format": lambda storage, key: rewrite(storage, key, NEWER),
     "damaged": lambda storage, key: storage.write(key, storage.read(key).replace(b"1", b"4", 1)),
+    "in a later layout": lay_out,
     "another one's": lambda storage, key: rewrite(storage, key, {"run_id": "other"}),
 }
 

@@ -1,48 +1,31 @@
-"""Objects that consist of shards: which of them make a whole, and which a rank takes."""
+"""Objects of which each rank has its own state: which one a rank takes from a checkpoint."""
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.keys import shard_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, uncovered
+from prefect_torch_ddp.checkpoint.shard import Layout
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, num_owners
 from prefect_torch_ddp.errors import CheckpointError
 from tests.support.tracked import Tracked
-
-WHOLE = [("model", None)]
-SHARDS = [(shard_name("loader", rank), rank) for rank in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        pytest.param([*WHOLE, *SHARDS], None, id="a whole and shards of all ranks"),
-        pytest.param([*reversed(SHARDS), *WHOLE, ("rank-00000", 0)], None, id="in any order"),
-        pytest.param([*WHOLE, *WHOLE, *SHARDS], "model", id="a whole twice"),
-        pytest.param(SHARDS, "model", id="none"),
-        pytest.param([*WHOLE, SHARDS[0]], "loader", id="a shard lacks"),
-        pytest.param([*WHOLE, *SHARDS, SHARDS[0]], "loader", id="a shard twice"),
-        pytest.param([*WHOLE, SHARDS[0], ("loader", None)], "loader", id="a whole and a shard"),
-    ],
-)
-def test_an_object_is_there_once(
-    written: list[tuple[str, int | None]], expected: str | None
-) -> None:
-    """As a whole by one rank, or as a shard by each; else the first that isn't is named."""
-    assert uncovered(["model", "loader"], written, 2) == expected
 
 
 def saved_by(num_ranks: int) -> Manifest:
     """Return the manifest of a checkpoint with each rank's state."""
-    names = [(shard_name("loader", rank), rank) for rank in range(num_ranks)]
-    shards = tuple(ManifestObject(name, "", 0, "", rank=rank) for name, rank in names)
-    return Manifest("run", 1, 1, 1, {}, num_ranks, objects=shards)
+    shards = (
+        ManifestObject("loader", "", 0, "", rank=rank, layout=Layout.BY_RANK)
+        for rank in range(num_ranks)
+    )
+    model = ManifestObject("model", "", 0, "")
+    return Manifest("run", 1, 1, 1, {}, num_ranks, objects=(model, *shards))
 
 
 def test_a_rank_takes_its_own_state() -> None:
-    """At the number of ranks that saved it."""
+    """At the number of ranks that saved it; a whole object is no rank's own."""
     found = find_own(saved_by(2), "loader", OwnState(Tracked(), 1, 2))
     assert found is not None
-    assert found.rank == 1
+    assert (found.object, found.rank) == ("loader", 1)
+    assert find_own(saved_by(2), "model", OwnState(Tracked(), 1, 2)) is None
+    assert [num_owners(saved_by(2), name) for name in ("loader", "model", "none")] == [2, 0, 0]
 
 
 def test_at_another_number_of_ranks_no_state_is_taken() -> None:

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from prefect_torch_ddp.checkpoint.state.serial import load_state, state_of
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_a_copy_is_trained_by_share_as_well() -> None:
     """Plain averaging would count an uneven tail wrongly, silently; the copy's weights are its
     own."""
     # The group has one rank, of two that share the batch: 3 samples of 4 are here.
-    weights = ShareWeights(2)
+    weights = ShareWeights(RankInfo(world_size=2))
     model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
     copied = copy.deepcopy(model)
     assert str(copied) == str(model)
@@ -58,7 +59,7 @@ def test_a_copy_is_trained_by_share_as_well() -> None:
 def test_averaged_and_saved_as_plain_ddp() -> None:
     """`AveragedModel` takes it, and what `torch.save` writes is a plain DDP."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
-    model = ShareWeights(2).wrap(net, CPU, {})
+    model = ShareWeights(RankInfo(world_size=2)).wrap(net, CPU, {})
     model(torch.ones(1, 1)).sum().backward()  # with which it has sent its buffers
     averaged = AveragedModel(model)
     averaged.update_parameters(model)
@@ -79,7 +80,9 @@ def test_names_inside_a_module_are_those_of_one_rank() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
-    on_one, on_two = (AveragedModel(ShareWeights(n).wrap(net(), CPU, {})) for n in (1, 2))
+    on_one, on_two = (
+        AveragedModel(ShareWeights(RankInfo(world_size=n)).wrap(net(), CPU, {})) for n in (1, 2)
+    )
     saved = state_of(on_two)
     assert list(saved) == list(on_one.state_dict())
     assert saved._metadata == on_one.state_dict()._metadata
@@ -96,7 +99,7 @@ def test_names_inside_a_module_are_those_of_one_rank() -> None:
 
 def test_a_model_that_nobody_holds_is_freed() -> None:
     """Else a cross-validation fills the memory with the models of earlier folds."""
-    weights = ShareWeights(2)
+    weights = ShareWeights(RankInfo(world_size=2))
     model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
     gradient(model)
     seen = weakref.ref(model)
@@ -111,22 +114,24 @@ def test_a_group_of_some_ranks_is_refused() -> None:
     """A model of a smaller group would get gradients that are too small."""
     others = dist.GroupMember.NON_GROUP_MEMBER  # what a rank outside of a group is given
     with pytest.raises(InvalidParamsError, match="a process group of other ranks than all"):
-        ShareWeights(2).wrap(nn.Linear(1, 1), CPU, {"process_group": others})
+        ShareWeights(RankInfo(world_size=2)).wrap(nn.Linear(1, 1), CPU, {"process_group": others})
     group = dist.new_group([0])
     net = nn.Linear(1, 1, bias=False)
-    assert gradient(ShareWeights(2).wrap(net, CPU, {"process_group": group})) == 1
+    assert (
+        gradient(ShareWeights(RankInfo(world_size=2)).wrap(net, CPU, {"process_group": group})) == 1
+    )
 
 
 def test_another_hook_is_refused() -> None:
     """The model's own hook sums by share, and DDP takes only one."""
-    model: Any = ShareWeights(2).wrap(nn.Linear(1, 1), CPU, {})
+    model: Any = ShareWeights(RankInfo(world_size=2)).wrap(nn.Linear(1, 1), CPU, {})
     with pytest.raises(InvalidParamsError, match="register_comm_hook can't be called"):
         model.register_comm_hook(None, None)
 
 
 def test_a_static_graph_is_refused_whose_first_pass_is_not_summed() -> None:
     """Before the first summed pass `no_sync` and several micro-batches are refused in words."""
-    weights = ShareWeights(2)
+    weights = ShareWeights(RankInfo(world_size=2))
     model: Any = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {"static_graph": True})
     with pytest.raises(InvalidParamsError, match="learns the graph from the first"):
         model.no_sync()
@@ -141,7 +146,7 @@ def test_a_static_graph_is_refused_whose_first_pass_is_not_summed() -> None:
 
 def test_micro_batches_left_half_way_are_an_error() -> None:
     """Otherwise each rank would step by a different gradient."""
-    weights = ShareWeights(2)
+    weights = ShareWeights(RankInfo(world_size=2))
     model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
     for step in (1, 2):
         weights.begin_step(step, BatchShare(1, 0, num_local=2, num_global=4, is_last=False))
@@ -161,7 +166,7 @@ def test_layers_that_talk_to_other_ranks_need_equal_shares(
     num_samples: int, global_batch_size: int
 ) -> None:
     """SyncBatchNorm is refused before the first step if batches can't be shared equally."""
-    weights = ShareWeights(2)
+    weights = ShareWeights(RankInfo(world_size=2))
     model = weights.wrap(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), CPU, {})
     nn.SyncBatchNorm.convert_sync_batchnorm(model)  # behind wrap, since DDP wants a GPU for it
     uneven = GlobalBatches(num_samples, global_batch_size)
@@ -185,7 +190,7 @@ Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a use
 
 def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
     """Cut a batch outside of a training."""
-    return list(ShareWeights(1).micro_batches(batch, max_samples))
+    return list(ShareWeights(RankInfo(world_size=1)).micro_batches(batch, max_samples))
 
 
 def test_every_kind_of_batch_is_cut_alike() -> None:
@@ -253,7 +258,7 @@ def test_what_cannot_be_cut_is_named(batch: Any, max_samples: Any, says: str) ->
 def test_a_batch_of_something_else_than_samples_is_refused() -> None:
     """In a step the share's size is known: images of a list, each with channels first, aren't
     cut by channels."""
-    weights = ShareWeights(1)
+    weights = ShareWeights(RankInfo(world_size=1))
     weights.begin_step(1, BatchShare(1, 0, num_local=4, num_global=4, is_last=True))
     says = r"batch\[0\]: it has 3 rows where this rank's share has 4 samples"
     with pytest.raises(InvalidParamsError, match=says):
@@ -263,7 +268,7 @@ def test_a_batch_of_something_else_than_samples_is_refused() -> None:
 @pytest.mark.parametrize(("num_rows", "hints"), [(3, True), (5, False)])
 def test_a_batch_with_fewer_rows_than_samples_may_lack_some(num_rows: int, *, hints: bool) -> None:
     """A warning says so, since a collate_fn that leaves samples out gives such a batch."""
-    weights = ShareWeights(1)
+    weights = ShareWeights(RankInfo(world_size=1))
     weights.begin_step(1, BatchShare(1, 0, num_local=4, num_global=4, is_last=True))
     with pytest.raises(InvalidParamsError) as caught:
         list(weights.micro_batches(torch.zeros(num_rows, 2), 2))
