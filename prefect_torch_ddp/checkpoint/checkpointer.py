@@ -1,33 +1,23 @@
-"""Writing checkpoints during a training: each rank writes its share, and rank 0 commits."""
+"""Writing checkpoints during a training: each rank copies its shards and writes them."""
 
 import json
 import logging
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.files import OpenFile, close_all, without_doubles
+from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
+from prefect_torch_ddp.checkpoint.gather import FATAL, Gatherer, SaveCost
 from prefect_torch_ddp.checkpoint.keys import file_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.rank_store import (
-    KeyValueStore,
-    RankMetrics,
-    check_reports,
-    mean_metrics,
-    refuse_unshared,
-    wait_for_report,
-)
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, RankMetrics
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
-from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.replicas import (
@@ -47,31 +37,13 @@ from prefect_torch_ddp.checkpoint.state.serial import (
 from prefect_torch_ddp.checkpoint.state.whole import refuse_sharded, state_alone
 from prefect_torch_ddp.errors import (
     CheckpointError,
-    InvalidParamsError,
-    ReplicasDifferError,
     StorageError,
-    SupersededError,
 )
 
-FATAL = (SupersededError, InvalidParamsError, ReplicasDifferError)
-"""What ends a training whatever `on_failure` says: no later checkpoint would be better."""
 QUIET_S = 2.0
 """How long a step may wait for the previous checkpoint without a warning."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """What one checkpoint cost, as rank 0 knows it from all ranks' reports."""
-
-    stall_s: float
-    """How long the step waited, on the rank where that was longest."""
-    cpu_s: float
-    """CPU time of the writing threads, on the host whose ranks took most: as if nothing else
-    could run there meanwhile."""
-    written_s: float
-    """From its begin until it is complete and superfluous ones are deleted."""
 
 
 class _Snapshot(NamedTuple):
@@ -121,21 +93,16 @@ class Checkpointer:
         self._committer = committer
         self._storage = committer.storage
         self._before_commit = before_commit
-        self._on_cost = on_cost
-        self._resumes = resumes
+        self._gatherer = Gatherer(rank_store, committer, on_cost, resumes=resumes)
         self._staging = Staging()
         self._serializer = Serializer()
-        self._comparison = Comparison()
         self._at_first: dict[str, Mapping[str, str]] = {}  # by object, digests for a comparison
         self._num_saves = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_warned = False
         self._began_s = 0.0
-        self._unsaid = ""  # the newest checkpoint, if only the log's details show it
         self._written: dict[Shard, str] = {}  # the digest of each that this rank wrote last
-        self.trouble = ""
-        """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
 
     def check_tracked(self, name: str, item: Any, world_size: int) -> None:
         """Refuse, by InvalidParamsError, an object whose state couldn't be read back."""
@@ -252,14 +219,18 @@ class Checkpointer:
         )
 
     @property
+    def trouble(self) -> str:
+        """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
+        return self._gatherer.trouble
+
+    @property
     def is_writing(self) -> bool:
         """Whether something is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def say_last(self) -> None:
         """Log the newest checkpoint, on rank 0, unless the log shows it."""
-        if self._unsaid:
-            logger.info(self._unsaid)
+        self._gatherer.say_last()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, at most so long."""
@@ -315,7 +286,8 @@ class Checkpointer:
         try:
             report["cpu_s"] = time.thread_time()  # the thread began with this save
             if self._rank == 0:
-                self._commit(manifest, turn, report, snapshot.sketched)
+                sketched, began_s = snapshot.sketched, self._began_s
+                self._gatherer.commit(manifest, turn, report, sketched, began_s)
             else:
                 self._rank_store.set(f"written/{turn}/{self._rank}", json.dumps(report))
         except Exception as error:  # noqa: BLE001
@@ -346,64 +318,9 @@ class Checkpointer:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
 
-    def _commit(
-        self, manifest: Manifest, turn: int, own: dict[str, Any], sketched: Sketch | None
-    ) -> None:
-        reports = [own]
-        try:
-            for rank in range(1, manifest.world_size):
-                is_last = bool(turn % 2)
-                reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
-            check_reports(reports)
-            written = (item for report in reports for item in report["objects"])
-            items = map(ManifestObject.from_stored, written)
-            objects, doubles = without_doubles(items, manifest.folder)
-            metrics, intervals = mean_metrics(reports)
-            if sketched is not None:
-                is_first = not self._resumes and self._committer.last is None
-                found = [report["replicas"] for report in reports]
-                self._comparison.check(sketched, found, is_first=is_first)
-            if manifest.world_size > 1 and self._committer.last is None:
-                refuse_unshared(self._storage, manifest, reports)  # it is shared or it isn't
-            self._delete(item.key for item in doubles)
-        except (CheckpointError, InvalidParamsError, StorageError) as error:
-            with suppress(StorageError):  # a later commit sweeps what stays
-                self._delete(item["key"] for report in reports for item in report["objects"])
-            if own["error"] and not isinstance(error, FATAL):
-                return  # which is known already
-            raise
-        is_notable = self._committer.last is None or bool(self.trouble)
-        manifest = replace(manifest, metrics=metrics, reports=intervals, objects=objects)
-        self._committer.commit(manifest, is_last=bool(turn % 2))
-        self.trouble = ""
-        own["cpu_s"] = time.thread_time()  # with the commit
-        self._on_cost(self._cost_of(reports))
-        size_mb = sum(item.num_bytes for item in manifest.objects) / 1e6
-        took_ms = (time.monotonic() - self._began_s) * 1000
-        text = f"checkpoint at step {manifest.step} ({size_mb:,.1f} MB, {took_ms:,.0f} ms)"
-        # Of all those in between, people want the first, the last, and the one after a failure.
-        logger.log(logging.INFO if is_notable else logging.DEBUG, text)
-        self._unsaid = "" if is_notable else text
-
-    def _delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._storage.delete(key)
-
-    def _cost_of(self, reports: Sequence[Mapping[str, Any]]) -> SaveCost:
-        cpu_s: Counter[str] = Counter()
-        for report in reports:
-            cpu_s[report["host"]] += report["cpu_s"]
-        stall_s = max(report["stall_s"] for report in reports)
-        return SaveCost(stall_s, max(cpu_s.values()), time.monotonic() - self._began_s)
-
     def _fail(self, manifest: Manifest, error: Exception) -> None:
         self._failure = error
-        self.trouble = str(error)
-        self._on_cost(None)
-        self._committer.look_again()
-        if not isinstance(error, SupersededError):
-            text = "no checkpoint of step %d, the one before it stays the newest: %s"
-            logger.warning(text, manifest.step, error)
+        self._gatherer.note_failure(manifest.step, error)
 
 
 def _state_to_write(name: str, item: Any) -> Any:

@@ -10,7 +10,7 @@ from enum import Enum
 from statistics import median_low
 from typing import Literal, NamedTuple
 
-from prefect_torch_ddp.checkpoint.checkpointer import SaveCost
+from prefect_torch_ddp.checkpoint.gather import SaveCost
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.training.numbers import Moment
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from prefect_torch_ddp import CheckpointParams, RankContext
-from prefect_torch_ddp.checkpoint.checkpointer import SaveCost
+from prefect_torch_ddp.checkpoint.gather import SaveCost
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
