@@ -50,8 +50,8 @@ class RankContext:
         attempt: number of this attempt of the run, from 1, equal on all ranks.
         stage: what the code runs for, equal on all ranks: "prepare", "train" or "evaluate" in a
             workload, "task" in a `ddp_task`.
-        options: the run's options by name, equal on all ranks. In a workload, `train` and
-            `evaluate` also have the `data_options`; `prepare` has only these.
+        options: the run's options by name, equal on all ranks. In a workload, `prepare` has only
+            the `data_options`; `train` and `evaluate` have these in addition.
         seed: the run's seed, equal on all ranks. In `prepare` it is 0, since runs with different
             seeds share the dataset.
 
@@ -541,7 +541,7 @@ class RankContext:
 
     @property
     def committed(self) -> Path | None:
-        """The folder in `checkpoint_folder` from which this attempt resumes. None: from none.
+        """The folder in `checkpoint_folder` that this attempt resumes from. None: there was none.
 
         Later commits don't change it.
         """
