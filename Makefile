@@ -20,10 +20,10 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train nightly stop test lint docs integration long programs chaos gpu wheel bench clean system-packages
+.PHONY: help train nightly stop test lint docs integration long programs chaos gpu wheel bench bench-peers clean system-packages
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo '  PYTHON=python3.12 chooses the interpreter of a new .venv; ARGS="-k gang" is handed on to the command'
 
 train: $(VENV)/.installed ## train and evaluate the digits example on this machine, under a local Prefect server
@@ -73,8 +73,11 @@ wheel: $(VENV)/.installed-dev ## install the wheel with the lowest and newest ve
 bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine
 	$(PYTEST) tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
 
-clean: ## remove .venv, caches and builds; trained models stay where they are
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+bench-peers: $(VENV)/.installed-dev ## compare with Ray Train, Lightning, Accelerate, dask-pytorch-ddp; 100 minutes, a quiet machine
+	$(BIN)/python -m tests.benchmarks.peers $(ARGS)
+
+clean: ## remove .venv, .peers, caches and builds; trained models stay where they are
+	rm -rf $(VENV) .peers build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's packages for make integration, chaos and bench: Slurm's own daemons, and Ceph's, an S3
