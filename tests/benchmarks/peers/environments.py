@@ -36,11 +36,11 @@ def make(environment: str) -> None:
     if stamp.exists() and stamp.read_text() == "\n".join(packages):
         return
     print(f"installing {' '.join(packages)}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
     (own,) = home.glob("lib/python*/site-packages")
     # pip counts as installed what it finds there, so that no second torch is downloaded.
     (own / "shared.pth").write_text(f"{_shared()}\n")
-    install = [python_of(environment), "-m", "pip", "install", "--quiet"]
+    install = [str(python_of(environment)), "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, "--disable-pip-version-check", *packages], check=True)
     stamp.write_text("\n".join(packages))
 
@@ -48,7 +48,7 @@ def make(environment: str) -> None:
 def version_of(environment: str | None, package: str) -> str:
     """Return the version of a package that an environment has."""
     code = f"import importlib.metadata as found; print(found.version({package!r}))"
-    command = [python_of(environment), "-c", code]
+    command = [str(python_of(environment)), "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -124,8 +124,9 @@ def code_lines(source: str) -> int:
     tree = ast.parse(source)
     skipped: set[int] = set()
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
             skipped |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines = enumerate(map(str.strip, source.splitlines()), 1)
     return sum(bool(line) and line[0] != "#" and number not in skipped for number, line in lines)

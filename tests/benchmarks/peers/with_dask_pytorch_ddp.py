@@ -40,7 +40,7 @@ def fit(handler: Any) -> None:
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     data = make_data()
-    sampler = DistributedSampler(data)
+    sampler: DistributedSampler[object] = DistributedSampler(data)
     loader = DataLoader(data, BATCH_SIZE, sampler=sampler)
     snapshot, step = FOLDER / "snapshot.pt", 0
     if snapshot.exists():

@@ -26,7 +26,7 @@ from tests.benchmarks.peers.training import (
 )
 
 
-class Net(lightning.LightningModule):
+class Net(lightning.LightningModule):  # type: ignore[misc]
     """The model, its step and its optimizer."""
 
     def __init__(self) -> None:

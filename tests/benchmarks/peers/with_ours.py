@@ -50,7 +50,10 @@ def fit(ctx: RankContext, lr: float) -> None:
         observed.step(ctx.step)
 
 
-@flow(task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": NUM_RANKS, "threads_per_worker": 1}))
+CLUSTER = {"n_workers": NUM_RANKS, "threads_per_worker": 1}
+
+
+@flow(task_runner=DaskTaskRunner(cluster_kwargs=CLUSTER))  # type: ignore[arg-type]
 def train() -> None:
     """Run the task."""
     fit.submit(lr=LR).result()
