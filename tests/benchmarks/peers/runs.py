@@ -23,6 +23,9 @@ LOOK_EVERY_S, WEIGH_EVERY_S = 0.05, 5.0
 AS_A_USER = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",  # as torchrun, Ray and Dask have it too
+    # Else ranks that torchrun has started again may take the addresses of those before from its
+    # store, and never connect: with torch 2.15 and gloo, if one reaches the store seconds later.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
