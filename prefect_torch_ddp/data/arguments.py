@@ -145,7 +145,9 @@ def has_own_order(dataset: object) -> bool:
 
 
 def _kind_of(dataset: object) -> str:
-    return "a table or an array" if isinstance(dataset, ReadByPosition) else "a dataset in shards"
+    if isinstance(dataset, ReadByPosition):
+        return "a table or an array, read in windows (a table's local_copy=True allows it)"
+    return "a dataset in shards"
 
 
 def count_samples(dataset: object) -> int:

@@ -57,10 +57,10 @@ def publish_dataset(
     """
     dataset_key(dataset_id)  # refuses an id that is no name
     inside = storage.local_folder
-    root = inside / RESERVED_PART / "datasets" if inside else _cache() / "preparing"
-    with _staged(root, dataset_id, fcntl.LOCK_SH) as staged:
+    root = inside / RESERVED_PART / "datasets" if inside else user_cache() / "preparing"
+    with staged(root, dataset_id, fcntl.LOCK_SH) as staging:
         # Uploads of several publishers must not mix.
-        files = staged / "dataset" / ("files" if inside else f"files-{uuid.uuid4().hex}")
+        files = staging / "dataset" / ("files" if inside else f"files-{uuid.uuid4().hex}")
         files.mkdir(parents=True)
         write(files)
         published = find_dataset(storage, dataset_id)
@@ -69,7 +69,7 @@ def publish_dataset(
         manifest = scan_folder(dataset_id, files)
         try:
             if inside:
-                _move_in(inside / dataset_key(dataset_id), manifest, staged)
+                _move_in(inside / dataset_key(dataset_id), manifest, staging)
             else:
                 _upload(storage, manifest, files)
         except (OSError, StorageError) as error:
@@ -128,7 +128,7 @@ def local_dataset(storage: Storage, dataset_id: str) -> Path:
     """
     manifest = published_manifest(storage, dataset_id)
     if storage.local_folder is None:
-        return _copied(storage, manifest, _cache() / "datasets")
+        return _copied(storage, manifest, user_cache() / "datasets")
     folder = storage.local_folder / manifest.files_key
     misfit = manifest.first_misfit(folder)
     if misfit is not None:
@@ -191,9 +191,9 @@ def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
     try:
         if not manifest.is_whole(folder):
             # Where locks don't work each process downloads for itself: slower, as safe.
-            with _staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staged:
+            with staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staging:
                 if not manifest.is_whole(folder):
-                    _download(storage, manifest, staged, folder)
+                    _download(storage, manifest, staging, folder)
     except OSError as error:
         msg = (
             f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
@@ -227,13 +227,14 @@ def _download(storage: Storage, manifest: DatasetManifest, staged: Path, folder:
             raise
 
 
-def _cache() -> Path:
+def user_cache() -> Path:
+    """Return the folder on this machine for what can be made again: `XDG_CACHE_HOME`'s."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return caches / "prefect-torch-ddp"
 
 
 @contextmanager
-def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
+def staged(root: Path, name: str, kind: int) -> Iterator[Path]:
     """Give a new folder, removed at the end, as is what killed processes left of this name.
 
     While anybody has the name's lock, nobody else removes anything of it. The system frees it
@@ -247,19 +248,29 @@ def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
         lock = (root / f"{name}.lock").open("wb")
     except OSError as error:
         reason = error.strerror or error
-        other = ", or set XDG_CACHE_HOME" if root.is_relative_to(_cache()) else ""
+        other = ", or set XDG_CACHE_HOME" if root.is_relative_to(user_cache()) else ""
         msg = f"can't make a folder in {root}: {reason}; make it writable for this user{other}"
         raise StorageError(msg) from error
     with lock:
         _remove_left(lock, root, name)
-        with suppress(OSError):
-            fcntl.flock(lock, kind)
+        wait_for_turn(lock, kind)
+        if kind == fcntl.LOCK_EX:  # who had it until now may have been killed
+            _remove_left(lock, root, name)
         try:
             folder.mkdir()
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             _remove_left(lock, root, name)
+
+
+def wait_for_turn(lock: IO[bytes], kind: int) -> None:
+    """Wait for a lock that another process of this host may hold for hours.
+
+    The watch for hangs knows a rank that waits here by this function's name, in its stack.
+    """
+    with suppress(OSError):
+        fcntl.flock(lock, kind)
 
 
 def _remove_left(lock: IO[bytes], root: Path, name: str) -> None:

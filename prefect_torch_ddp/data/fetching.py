@@ -1,9 +1,11 @@
 """The dataset that a DataLoader reads: the user's own, seeded for each sample, with sample ids."""
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -68,6 +70,25 @@ class FetchesSeeded(Protocol):
         ...
 
 
+class WholeBatches(Dataset[Any], ABC):
+    """A map-style dataset whose batches come as they are to be: not the user's to derive.
+
+    A loader gives collate_fn such a batch, also of torch's Subset of it.
+    """
+
+    blocks: Sequence[np.ndarray[Any, Any]]
+    """Where the samples are: arrays [samples, ...]."""
+
+    @abstractmethod
+    def batch_of(self, indices: Sequence[int]) -> Any:
+        """Return the batch of these samples."""
+
+
+def gives_batches(dataset: object) -> bool:
+    """Tell whether a dataset, or torch's Subset of it, gives whole batches."""
+    return isinstance(_without_subsets(dataset)[0], WholeBatches)
+
+
 def seeded_fetch(dataset: object) -> Fetch | None:
     """Return what fetches a batch of such a dataset, or of torch's Subset of one; else None."""
     if isinstance(dataset, FetchesSeeded):
@@ -89,9 +110,14 @@ def seeded_fetch(dataset: object) -> Fetch | None:
 
 def may_skip(dataset: object) -> bool:
     """Tell whether a dataset, or torch's Subset of it, may leave samples out of a batch."""
-    while _is_subset(dataset):
-        dataset = dataset.dataset
-    return isinstance(dataset, FetchesSeeded) and dataset.may_skip
+    inner = _without_subsets(dataset)[0]
+    return isinstance(inner, FetchesSeeded) and inner.may_skip
+
+
+def whole_batch(dataset: object, indices: Sequence[int]) -> Any:
+    """Return the batch of these samples of a dataset that gives whole batches."""
+    inner, choices = _without_subsets(dataset)
+    return cast("WholeBatches", inner).batch_of(_chosen_by(choices, indices))
 
 
 def reads_at_once(dataset: object) -> bool:
@@ -110,23 +136,34 @@ def gathered(dataset: object, indices: Sequence[int]) -> list[torch.Tensor] | No
     It takes one call for each tensor, instead of one for each sample: for small samples a tenth of
     the time. None: the samples have to be asked for, as where they give an error.
     """
-    choices = []
-    while _is_subset(dataset):
-        choices.append(dataset.indices)
-        dataset = dataset.dataset
+    dataset, choices = _without_subsets(dataset)
     if not isinstance(dataset, TensorDataset) or hasattr(dataset, "__getitems__"):
         return None
     is_torchs = type(dataset).__getitem__ is TensorDataset.__getitem__
     is_torchs &= default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
     if not is_torchs or not all(map(_stacks_by_index, dataset.tensors)):
         return None
-    for chosen in choices:
-        indices = _chosen(chosen, indices)
+    indices = _chosen_by(choices, indices)
     num_samples = min(map(len, dataset.tensors))
     if {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= num_samples:
         return None
     index = torch.tensor(indices, device="cpu")
     return [tensor.index_select(0, index) for tensor in dataset.tensors]
+
+
+def _without_subsets(dataset: object) -> tuple[object, list[Any]]:
+    """Return what is below torch's Subsets, and the indices of each, the outermost first."""
+    choices = []
+    while _is_subset(dataset):
+        choices.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, choices
+
+
+def _chosen_by(choices: Sequence[Any], indices: Sequence[int]) -> Sequence[int]:
+    for chosen in choices:
+        indices = _chosen(chosen, indices)
+    return indices
 
 
 def _chosen(chosen: Any, indices: Sequence[int]) -> Sequence[int]:
@@ -188,6 +225,7 @@ class SeededDataset(Dataset[Any]):
             # Asked once: to compare with a protocol takes longer than to fetch some samples.
             _looks_ahead=seeded_fetch(dataset) is not None,
             _reads_at_once=reads_at_once(dataset),
+            _gives_batches=gives_batches(dataset),
         )
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
@@ -227,6 +265,8 @@ class SeededDataset(Dataset[Any]):
     def _fetch(self, epoch: int, indices: list[int], numbers: Sequence[int]) -> Any:
         dataset, seed_samples, seeds = self._dataset, self._seed_samples, self._seeds()
         fetch_all = getattr(dataset, "__getitems__", None)
+        if self._gives_batches:
+            fetch_all = partial(whole_batch, dataset)
         if fetch_all is not None and (self._reads_at_once or not seeds):
             if seeds:
                 seed_on_cpu(mix_seed(self._seed, epoch, numbers[0]), seed_samples)

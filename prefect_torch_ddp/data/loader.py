@@ -25,6 +25,7 @@ from prefect_torch_ddp.data.arguments import (
 from prefect_torch_ddp.data.fetching import (
     SeededDataset,
     SeedSamples,
+    gives_batches,
     may_skip,
     seeded_fetch,
 )
@@ -128,7 +129,8 @@ class RankLoader:
         check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None)
         if collate is None:
-            collate = _as_it_is if isinstance(dataset, ReadByPosition) else default_collate
+            comes_whole = isinstance(dataset, ReadByPosition) or gives_batches(dataset)
+            collate = _as_it_is if comes_whole else default_collate
         fetched: SeededDataset | ShardReader | PositionReader
         refuse_orders_of(dataset, shuffle=shuffle, weights=weights, order=order)
         drawn_by = own_order = of_reader = None

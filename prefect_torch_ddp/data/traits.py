@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
+from prefect_torch_ddp.data.fetching import WholeBatches
+
 logger = logging.getLogger(__name__)
 
 Trait: TypeAlias = "bool | int | float | str | list[Trait] | dict[str, Trait] | None"
@@ -76,6 +78,9 @@ def _look(
         yield name, values_at(dataset, positions)
     elif isinstance(dataset, Subset | ConcatDataset | TensorDataset | StackDataset):
         yield from _look_behind(dataset, name, positions, depth - 1)
+    elif isinstance(dataset, WholeBatches):
+        for i, block in enumerate(dataset.blocks[:MOST_PARTS]):
+            yield f"{name}.blocks[{i}]", values_at(block, positions)
     elif _is_table(dataset):
         indices = own["_indices"]
         rows = (i if indices is None else indices.column(0)[i].as_py() for i in positions)

@@ -61,6 +61,12 @@ def in_memory(folder: Path) -> TensorDataset:
     return TensorDataset(torch.from_numpy(x), torch.from_numpy(read["target"].to_numpy().copy()))
 
 
+def copied(folder: Path) -> Any:
+    """Return the same rows in a local copy."""
+    where = folder.parent / "copies"
+    return table(folder, features=FEATURES, target="target", local_copy=where)
+
+
 def batches_of(dataset: Any, size: int) -> Iterator[Any]:
     """Yield the batches of epoch after epoch."""
     loader = RankLoader(dataset, global_batch_size=size, rank=0, world_size=1, seed=1)
@@ -129,12 +135,14 @@ def turn_about(ways: dict[str, Training], batch_size: int, num_steps: int, head:
 
 @pytest.mark.parametrize(("batch_size", "hidden"), [(256, 512), (1024, 512), (1024, 1536)])
 def test_table_beside_tensors_in_memory(folder: Path, batch_size: int, hidden: int) -> None:
-    """Print rows/s of both, turn about; a table's ratio to tensors."""
+    """Print rows/s of each, turn about; the ratio to tensors of a table that is read in windows,
+    and of one in a local copy, whose rows are all shuffled as the tensors are."""
     torch.set_num_threads(1)
     rows = table(folder, features=FEATURES, target="target")
     ways = {
         "tensors in memory": Training(batches_of(in_memory(folder), batch_size), hidden),
         "table": Training(batches_of(rows, batch_size), hidden),
+        "table, local copy": Training(batches_of(copied(folder), batch_size), hidden),
     }
     head = f"batches of {batch_size}, {hidden} hidden"
     turn_about(ways, batch_size, STEPS_A_ROUND, head)
@@ -201,6 +209,58 @@ def test_table_first_batch_resume_and_memory(folder: Path) -> None:
     os.waitpid(child, 0)
     with os.fdopen(reader) as said:
         show("what | value", [tuple(line.split("|")) for line in said.read().splitlines()])
+
+
+def test_local_copy_first_batch_and_memory(folder: Path) -> None:
+    """Print the time to decode a copy, to open it and to its first batch, rows/s of a pass that
+    does nothing else, and how much of a process's own memory each takes."""
+    shutil.rmtree(folder.parent / "copies", ignore_errors=True)
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, _measured_of_a_copy(folder).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        show("what | value", [tuple(line.split("|")) for line in said.read().splitlines()])
+
+
+def _own_bytes() -> int:
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def _measured_of_a_copy(folder: Path) -> str:
+    lines = []
+
+    def note(what: str, began_s: float) -> None:
+        lines.append(f"{what}|{(time.perf_counter() - began_s) * 1000:.0f} ms")
+
+    before = psutil.Process().memory_info().rss
+    began_s = time.perf_counter()
+    rows = copied(folder)
+    note(f"table() of {len(rows)} rows, which decodes", began_s)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    lines.append(f"memory added at most|{peak / 1e6:.0f} MB")
+    began_s = time.perf_counter()
+    rows = copied(folder)
+    note("table() with the copy there", began_s)
+    before = _own_bytes()
+    for where in (0.0, 0.37):
+        loader = RankLoader(rows, global_batch_size=1024, rank=0, world_size=1)
+        began_s = time.perf_counter()
+        steps: Any = loader.lockstep(0, int(where * len(loader)))
+        next(iter(steps))
+        note("first batch of an epoch" if not where else "first one after a resume", began_s)
+        steps.close()
+    loader = RankLoader(rows, global_batch_size=1024, rank=0, world_size=1)
+    began_s = time.perf_counter()
+    for _ in loader.lockstep(0):
+        pass
+    pace = len(rows) / (time.perf_counter() - began_s)
+    lines.append(f"a pass that does nothing else|{pace:.0f} rows/s")
+    lines.append(f"own memory added by the passes|{(_own_bytes() - before) / 1e6:.0f} MB")
+    return "\n".join(lines)
 
 
 def _measured(folder: Path) -> str:

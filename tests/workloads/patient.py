@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data import table
 from prefect_torch_ddp.protocol.heartbeat import PHASE, Phase
 from prefect_torch_ddp.rank.link import current_link
 from tests.support.waiting import wait_until
@@ -171,3 +172,8 @@ def steps_for(ctx: RankContext, seconds: float, folder: str) -> int:
             break
         time.sleep(0.05)
     return ctx.step
+
+
+def opens_a_copy(where: str, copies: str) -> int:
+    """Open a table's local copy, for which another process may hold the lock."""
+    return len(table(where, local_copy=copies))

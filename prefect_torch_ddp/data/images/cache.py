@@ -213,9 +213,7 @@ class CacheFolder:
             raise
 
     def _refuse_full_disk(self, num_bytes: int) -> None:
-        disk = os.statvfs(self._folder)
-        kept_free = min(KEPT_FREE_BYTES, disk.f_blocks * disk.f_frsize // KEPT_FREE_PART)
-        if disk.f_bavail * disk.f_frsize - num_bytes < kept_free:
+        if num_bytes > room_on_disk(self._folder):
             msg = "the disk is nearly full"
             raise OSError(msg)
 
@@ -260,6 +258,16 @@ class CacheFolder:
                 os.unlink(path)  # noqa: PTH108
                 used -= size
         return used
+
+
+def room_on_disk(folder: str) -> int:
+    """Return the bytes that a cache may still write to the disk of a folder; 0 if there are none.
+
+    Some are left free, since checkpoints may lie on it too.
+    """
+    disk = os.statvfs(folder)
+    kept_free = min(KEPT_FREE_BYTES, disk.f_blocks * disk.f_frsize // KEPT_FREE_PART)
+    return max(0, disk.f_bavail * disk.f_frsize - kept_free)
 
 
 @cache

@@ -77,3 +77,12 @@ class Form:
             # Each column is contiguous.
             columns.update(zip(block.columns, tensor.t().contiguous().unbind(), strict=True))
         return {name: columns[name] for name in self.names}
+
+    def samples(self, batch: Batch) -> list[Any]:
+        """Return the samples of a batch, of which torch's default_collate makes the same batch."""
+        if isinstance(batch, torch.Tensor):
+            return list(batch.unbind())
+        if isinstance(batch, tuple):
+            return list(zip(*(part.unbind() for part in batch), strict=True))
+        columns = zip(*(column.unbind() for column in batch.values()), strict=True)
+        return [dict(zip(batch, values, strict=True)) for values in columns]

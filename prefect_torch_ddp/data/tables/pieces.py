@@ -112,17 +112,39 @@ class TablePieces:
             InvalidParamsError: the piece has nulls without a fill value, or an unknown value.
             StorageError: the piece can't be read.
         """
-        piece = self.pieces[number]
-        uri = self.files[piece.file].uri
-        where = f"{uri}, row groups {piece.groups.start} to {piece.groups.stop - 1},"
-        at, end = start, start + piece.num_rows
+        for at, rows in self._batches(number):
+            first = start + at
+            own = [array[first : first + rows.num_rows] for array in arrays]
+            self._fill(rows, own, self._where(number))
+
+    def parts(self, number: int) -> Iterator[tuple[int, list[Array]]]:
+        """Yield a piece's rows, some thousands at a time; raises as `decode` does.
+
+        Yields:
+            The number of the first of these rows in the table, and an array [rows, columns] for
+            each block of the form.
+        """
+        for at, rows in self._batches(number):
+            arrays = self.form.new_arrays(rows.num_rows)
+            self._fill(rows, arrays, self._where(number))
+            yield self.pieces[number].first_id + at, arrays
+
+    def _batches(self, number: int) -> Iterator[tuple[int, Any]]:
+        """Yield a piece's rows as pyarrow.Tables, each with the number of its first row there."""
+        piece, at = self.pieces[number], 0
         for rows in self._read(piece.file, piece.groups, list(self.columns)):
-            if rows.num_rows <= end - at:
-                self._fill(rows, [array[at : at + rows.num_rows] for array in arrays], where)
+            if at + rows.num_rows <= piece.num_rows:
+                yield at, rows
             at += rows.num_rows
-        if at != end:
-            msg = f"{where} have {at - start} rows, but {piece.num_rows} were counted: replace it"
+        if at != piece.num_rows:
+            where, counted = self._where(number), piece.num_rows
+            msg = f"{where} have {at} rows, but {counted} were counted: replace it"
             raise StorageError(msg)
+
+    def _where(self, number: int) -> str:
+        piece = self.pieces[number]
+        groups = f"row groups {piece.groups.start} to {piece.groups.stop - 1}"
+        return f"{self.files[piece.file].uri}, {groups},"
 
     def _fill(self, rows: Any, arrays: Sequence[Array], where: str) -> None:
         for block, array in zip(self.form.blocks, arrays, strict=True):

@@ -4,14 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefect_torch_ddp.data.dataset_store import user_cache
 from prefect_torch_ddp.data.images.location import Location
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
+from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Readable
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.data.tables.dataset import Table
+    from prefect_torch_ddp.data.tables.dataset import CopiedTable, Table
 
 SHUFFLE_BUFFER = 131_072
 """Rows that are shuffled together; up to two such windows are in memory."""
@@ -28,11 +30,12 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     fill: Mapping[str, bool | float | str] | None = None,
     filters: Sequence[Any] | None = None,
     shuffle_buffer: int = SHUFFLE_BUFFER,
+    local_copy: bool | str | Path = False,
     storage: Readable | None = None,
     anonymous: bool = False,
     endpoint_url: str | None = None,
     region: str | None = None,
-) -> "Table":
+) -> "Table | CopiedTable":
     """Return Parquet files as a dataset for `ctx.loader`.
 
     By default a batch is a dict of tensors [rows] by column. With `features` and `target` a batch
@@ -46,6 +49,11 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     The row groups of all files are shuffled, and then the rows within windows of several row
     groups. Threads decode the next window in the background, so leave `num_workers` at 0: each
     worker process would decode for itself.
+
+    With `local_copy` the rows are decoded once on each machine, into files on its disk that all
+    ranks map. Rows are then shuffled over the whole table, and the dataset is an ordinary map-style
+    one: `rows[i]`, torch's `Subset` and the loader's `weights` and `order` work. A rank holds only
+    the order in memory, 4 bytes a row; the rows are in the kernel's page cache.
 
     Args:
         where: a folder with files at any depth (.parquet, .parq, .pq; sorted by name), a file,
@@ -64,6 +72,9 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
             reads the columns of the filters once, to count the rows.
         shuffle_buffer: largest number of rows in a window. A larger row group is a window by
             itself. A rank holds up to two windows in memory.
+        local_copy: decode all rows into a copy on a local disk. True: below `XDG_CACHE_HOME`, else
+            `~/.cache`. A path: in this folder. The copy is made again if a file or an argument
+            changes. If the disk has too little room, copies that no process uses are removed.
         storage: the storage to read from, with its credentials.
         anonymous: send unsigned requests, for public data.
         endpoint_url: URL of an S3 store other than AWS.
@@ -72,8 +83,9 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     Raises:
         InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
             or no row; files disagree on a column's type; or a column can't become a tensor
-            (nested, decimal, temporal, binary). Names the file and the column.
-        StorageError: a file can't be read, or isn't Parquet.
+            (nested, decimal, temporal, binary). Names the file and the column. Or the local copy
+            doesn't fit the disk. With `local_copy`, nulls and unknown texts are found here too.
+        StorageError: a file can't be read, or isn't Parquet; or the copy can't be written.
 
     Example:
         Batches (x, y) of Parquet files that `prepare` wrote:
@@ -85,19 +97,47 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
                 print(x.shape, y.shape)
     """
     _require_pyarrow()
+    buffer = whole_number("shuffle_buffer", shuffle_buffer, 1)
+    copies = _folder_of_copies(local_copy)
+    if copies is not None and buffer != SHUFFLE_BUFFER:
+        msg = "shuffle_buffer has no effect with local_copy, which shuffles all rows: leave it out"
+        raise InvalidParamsError(msg)
     # They load pyarrow.
     from prefect_torch_ddp.data.tables import choices, dataset, parquet_files, pieces  # noqa: PLC0415
+    from prefect_torch_ddp.data.tables.local_copy import open_copy  # noqa: PLC0415
 
-    found = parquet_files.with_footers(
-        parquet_files.find_files(
-            where, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
-        )
-    )
-    chosen = choices.chosen_names(found[0], columns, features, target)
-    resolved = choices.resolved_columns(found, chosen.names, categories, fill or {})
-    buffer = whole_number("shuffle_buffer", shuffle_buffer, 1)
-    rows = pieces.TablePieces(found, resolved, chosen.form(resolved), filters)
-    return dataset.Table(rows, buffer)
+    ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
+    found = parquet_files.find_files(where, storage, **ways)
+
+    def opened() -> pieces.TablePieces:
+        footed = parquet_files.with_footers(found)
+        chosen = choices.chosen_names(footed[0], columns, features, target)
+        resolved = choices.resolved_columns(footed, chosen.names, categories, fill or {})
+        return pieces.TablePieces(footed, resolved, chosen.form(resolved), filters)
+
+    if copies is None:
+        return dataset.Table(opened(), buffer)
+    asked = {
+        "columns": columns,
+        "features": features,
+        "target": target,
+        "categories": categories,
+        "fill": fill,
+        "filters": filters,
+    }
+    return dataset.CopiedTable(open_copy(copies, found, asked, opened))
+
+
+def _folder_of_copies(local_copy: bool | str | Path) -> Path | None:  # noqa: FBT001 - or a folder
+    """Return the folder for copies; None if there is to be none."""
+    if local_copy is False:
+        return None
+    if local_copy is True:
+        return user_cache() / "tables"
+    if not str(local_copy):
+        msg = "local_copy is an empty path: give a folder on a local disk, or True"
+        raise InvalidParamsError(msg)
+    return absolute_folder(local_copy)
 
 
 def _require_pyarrow() -> None:

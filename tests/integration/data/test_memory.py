@@ -77,3 +77,32 @@ def test_a_ranks_memory_stays_far_below_the_size_of_its_data(kind, tmp_path) -> 
     (found,) = train_on(1, config_for(tmp_path / "run", None), peak_of, where, kind)
     assert found["total"] == 2 * DATASET_BYTES // ROW_BYTES
     assert found["grew"] < LIMIT_BYTES
+
+
+def sizes_with_a_copy(ctx: RankContext, where: Path, copies: Path) -> dict[str, Any]:
+    """Decode a table into a local copy, and go through it twice; return what memory that took."""
+    names = [f"c{i}" for i in range(ROW_BYTES // 4)]
+    table(where, features=names[:1], local_copy=copies)  # loads what is loaded once
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    rows = table(where, features=names, local_copy=copies)
+    decoding = memory("VmHWM") - before
+    loader = ctx.loader(rows, global_batch_size=1024)
+    own, total = None, 0
+    for batch in ctx.steps(loader, epochs=2):
+        total += len(batch)
+        own = memory("RssAnon") if own is None else own
+    grew, mapped = memory("RssAnon") - own, memory("RssFile")
+    return {"total": total, "decoding": decoding, "grew": grew, "mapped": mapped}
+
+
+def test_a_local_copy_is_only_in_the_page_cache(tmp_path) -> None:
+    """To decode 256 MB takes less than 64 MB. A rank that reads all of it maps it, and its own
+    memory grows by less than 8 MB."""
+    where = write("table", tmp_path)
+    config = config_for(tmp_path / "run", None)
+    (found,) = train_on(1, config, sizes_with_a_copy, where, tmp_path / "copies")
+    assert found["total"] == 2 * DATASET_BYTES // ROW_BYTES
+    assert found["decoding"] < LIMIT_BYTES
+    assert found["mapped"] > DATASET_BYTES
+    assert found["grew"] < 8 * MB

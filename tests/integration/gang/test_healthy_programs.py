@@ -1,11 +1,13 @@
 """Watches let healthy programs live that look like hangs, and stacks tell them apart."""
 
+import fcntl
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -13,8 +15,12 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import GangHungError, run_gang
+from prefect_torch_ddp.data import table
+from prefect_torch_ddp.data.dataset_store import staged
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
 from tests.support.waiting import wait_until
+from tests.unit.data.tables.parquet_files import numbered
 from tests.workloads import hanging, patient
 
 pytestmark = pytest.mark.timeout(300)
@@ -121,6 +127,27 @@ def test_a_rank_that_receives_from_one_ahead_of_it_is_left_alone(
     assert values == [2, 2]
 
 
+@pytest.mark.extended
+def test_a_rank_that_waits_for_a_dataset_of_another_process_is_left_alone(
+    client: Client, tmp_path: Path
+) -> None:
+    """Another process of the host may decode a table for many times the limit."""
+    folder = numbered(tmp_path / "table", [30], 5)
+    name = table(folder, local_copy=tmp_path / "other").folder.name
+    copies = tmp_path / "copies"
+    says = "waits until a dataset is on its host's disk: the gang keeps running"
+    with ExitStack() as held:
+        held.enter_context(staged(copies / ".staging", name, fcntl.LOCK_EX))
+
+        def hear(event: GangEvent) -> None:
+            if isinstance(event, LogLine) and says in event.text:
+                held.close()
+
+        call = {"args": (str(folder), str(copies)), "world_size": 2, "progress_timeout_s": 1.0}
+        assert run_gang(client, patient.opens_a_copy, **call, on_event=hear) == [30, 30]
+        assert not (copies / ".staging" / name).exists()
+
+
 @pytest.mark.long
 def test_a_loop_left_by_one_rank_is_over_after_the_plain_limit(
     client: Client, tmp_path: Path
@@ -149,6 +176,7 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 from prefect_torch_ddp import run_gang
 from tests.support.gangs import RUN_WITH_CONTEXT
+from tests.unit.data.tables.parquet_files import numbered
 from tests.workloads import hanging, patient
 
 if __name__ == "__main__":

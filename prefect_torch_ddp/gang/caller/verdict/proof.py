@@ -33,6 +33,10 @@ _DEBUGGERS = re.compile(
     r"/(ipdb|pudb|remote_pdb|web_pdb|debugpy|pydevd|_pydevd_bundle)(\.py$|/)"
 )
 
+_LOCK = re.compile(r"/prefect_torch_ddp/data/dataset_store\.py$"), "wait_for_turn"
+"""Where a rank waits for a dataset that another process of its host fetches or decodes."""
+_COPYING = re.compile(r"/prefect_torch_ddp/data/tables/local_copy\.py$"), "_make"
+
 
 def lacks_main_thread(stack: str) -> bool:
     """Tell whether a rank has more threads than the 100 that faulthandler writes, newest first."""
@@ -58,6 +62,18 @@ def is_in_collective(stack: str) -> bool:
 def is_absent(stack: str) -> bool:
     """Tell whether the others may wait for this rank: it is known not to be in a collective."""
     return not (is_in_collective(stack) or lacks_main_thread(stack))
+
+
+def awaits_data(stack: str) -> bool:
+    """Tell whether a rank waits for another process of its host, which makes the same dataset."""
+    path, name = _LOCK
+    return any(path.search(at) and name == of for at, _, of in main_thread(stack)[:1])
+
+
+def makes_data(stack: str) -> bool:
+    """Tell whether a rank decodes a table into its host's local copy."""
+    path, name = _COPYING
+    return any(path.search(at) and name == of for at, _, of in main_thread(stack))
 
 
 def is_debugged(stack: str) -> bool:

@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefect_torch_ddp.gang.caller.verdict.proof import is_absent, is_debugged
+from prefect_torch_ddp.gang.caller.verdict.proof import (
+    awaits_data,
+    is_absent,
+    is_debugged,
+    makes_data,
+)
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.messages import RankHeartbeat
@@ -74,16 +79,28 @@ def excuse_for(stall: Stall, stacks: Mapping[int, RankStack], limit_s: float) ->
     """Return what in the stacks explains a gang's silence; empty if nothing does.
 
     A person holds a rank with a debugger, or those behind wait for a rank that is ahead of them and
-    may be at work for longer: it saves or validates, say, and will send them something.
+    may be at work for longer: it saves or validates, say, and will send them something. Or they
+    all wait for datasets that other processes make, or make one themselves and aren't idle.
     """
     held = [rank for rank, each in stacks.items() if each.is_traced or is_debugged(each.text)]
     if held:
         return f"rank {min(held)} is in a debugger"
     texts = {rank: stack.text for rank, stack in stacks.items()}
-    working = [each for each in _absent(stall, texts) if not _is_over(each, limit_s)]
+    absent = _absent(stall, texts)
+    working = [each for each in absent if not _is_over(each, limit_s)]
     if working:
         return f"the others wait for rank {working[0].rank}, which may still be working"
+    # Not if only some of them do: another one may hold the lock that they wait for, and hang.
+    if absent and all(_gets_data(each, texts, limit_s) for each in absent):
+        first = min(each.rank for each in absent)
+        return f"rank {first} waits until a dataset is on its host's disk"
     return ""
+
+
+def _gets_data(rank: RankHeartbeat, stacks: Mapping[int, str], limit_s: float) -> bool:
+    stack = stacks.get(rank.rank, "")
+    is_making = makes_data(stack) and rank.idle_s < limit_s
+    return not rank.stopped and (awaits_data(stack) or is_making)
 
 
 def _absent(stall: Stall, stacks: Mapping[int, str]) -> tuple[RankHeartbeat, ...]:

@@ -105,6 +105,16 @@ STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
   File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce
   File "/home/me/train.py", line 52 in train
 """
+STACK_OF_ONE_AWAITING_DATA = """Current thread 0x00007f00 (most recent call first):
+  File "/v/prefect_torch_ddp/data/dataset_store.py", line 9 in wait_for_turn
+  File "/v/prefect_torch_ddp/data/dataset_store.py", line 8 in staged
+  File "/home/me/train.py", line 9 in train
+"""
+STACK_OF_DECODING = """Current thread 0x00007f00 (most recent call first):
+  File "/lib/python3.11/threading.py", line 9 in wait
+  File "/v/prefect_torch_ddp/data/tables/local_copy.py", line 8 in _make
+  File "/home/me/train.py", line 9 in train
+"""
 
 
 IN_DEBUGGER = STACK_OF_MISSING.replace("torch/nn/modules/module", "debugpy/server/api")
@@ -167,6 +177,39 @@ def test_what_excuses_a_silence(
     answers = {number: RankStack(number, text) for number, text in stacks.items()}
     assert excuse_for(stall, answers, LIMIT_S) == why
     assert [each.rank for each in missing_by(stall, stacks).behind] == missing
+
+
+@pytest.mark.parametrize(
+    ("first", "is_stopped", "other", "is_excused"),
+    [
+        (STACK_OF_ONE_AWAITING_DATA, False, STACK_OF_ONE_AWAITING_DATA, True),
+        (STACK_OF_ONE_AWAITING_DATA, False, STACK_OF_WAITING, True),
+        (STACK_OF_ONE_AWAITING_DATA, False, STACK_OF_MISSING, False),
+        (STACK_OF_ONE_AWAITING_DATA, True, STACK_OF_WAITING, False),
+        (STACK_OF_DECODING, False, STACK_OF_WAITING, False),
+    ],
+    ids=["both", "the other waits for it", "the other hangs", "stopped", "an idle one decodes"],
+)
+def test_who_waits_for_a_dataset_of_another_process_is_excused(
+    first: str, is_stopped: bool, other: str, is_excused: bool
+) -> None:
+    """Unless a rank that doesn't wait may hold the lock, and hang."""
+    one = rank(0, stopped="process 7" if is_stopped else "")
+    stall = find_stall((one, rank(1)), LIMIT_S, from_start=False)
+    assert stall is not None
+    answers = {0: RankStack(0, first), 1: RankStack(1, other)}
+    why = "rank 0 waits until a dataset is on its host's disk" if is_excused else ""
+    assert excuse_for(stall, answers, LIMIT_S) == why
+
+
+def test_a_rank_that_decodes_for_long_is_excused_while_it_works() -> None:
+    """In the body of a step too, where other work has a limit."""
+    one = rank(0, silent_s=200.0, idle_s=0.0)
+    stall = find_stall((one, rank(1, silent_s=200.0)), LIMIT_S, from_start=False)
+    assert stall is not None
+    assert stall.is_hung
+    answers = {0: RankStack(0, STACK_OF_DECODING), 1: RankStack(1, STACK_OF_ONE_AWAITING_DATA)}
+    assert "waits until a dataset" in excuse_for(stall, answers, LIMIT_S)
 
 
 def test_a_traced_rank_is_in_a_debugger() -> None:
