@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_UI_URL
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.gang.policy import TASK_LOSSES, Action, TaskLoss, decide
+from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
 from prefect_torch_ddp.server import flow_server
@@ -153,7 +153,7 @@ def _train(
     while True:
         try:
             return on_worker(task, run.params, run, dataset)
-        except TASK_LOSSES as error:
+        except TASK_LOSS_ERRORS as error:
             # A cluster that is lost may take a minute to tell: not asked in vain.
             loss = TaskLoss(error, cluster_lives=left > 0 and cluster_lives())
             if decide(loss, None, left).action is Action.RAISE:

@@ -242,9 +242,9 @@ class CheckpointParams(Params):
     checkpoints cost at most 1 % of its time; more than that if a single one costs more than 0.6 s.
     Empty: no checkpoints by time."""
     every_steps: Count | None = None
-    """Optimizer steps between two checkpoints."""
+    """A checkpoint after every so many optimizer steps, in addition to those by time."""
     every_epochs: Count | None = None
-    """Epochs between two checkpoints, each at an epoch's end: 1 for every epoch."""
+    """A checkpoint at the end of every so many epochs (1: of each), in addition to the others."""
     keep_last: Count = 2
     """How many of the newest checkpoints are kept. During a training with every_s=auto, a few more
     are kept for 30 s, so that an evaluation can still read the one that it found."""

@@ -117,6 +117,11 @@ class Manifest:
         here = (item for item in self.objects if (item.object, item.rank) == (name, rank))
         return next(here, None)
 
+    def num_owners(self, name: str) -> int:
+        """Return how many ranks have their own state of an object there; 0: there is none."""
+        here = (item for item in self.objects if item.object == name)
+        return sum(item.layout is Layout.BY_RANK for item in here)
+
     def as_bytes(self) -> bytes:
         """Return it as checksummed JSON."""
         metrics = {

@@ -21,7 +21,7 @@ from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.shard import GENERATORS
 from prefect_torch_ddp.checkpoint.state.objects import read_state, read_states
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, num_owners
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.serial import load_state, restore_generators
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -138,7 +138,7 @@ class Restorer:
         is_own = isinstance(item, OwnState)
         found = find_own(manifest, name, item) if is_own else manifest.find(name)
         if found is None:
-            if is_own and item.begins_anew and (num := num_owners(manifest, name)):
+            if is_own and item.begins_anew and (num := manifest.num_owners(name)):
                 text = "%r starts over: the %s has the states of %d ranks, and here are %d"
                 logger.warning(text, name, what, num, item.world_size)
                 return
@@ -226,3 +226,22 @@ def find_resumable(storage: Storage, run_id: str, into: Path | None = None) -> F
         )
         raise CheckpointError(msg)
     return None
+
+
+def find_own(manifest: Manifest, name: str, item: OwnState) -> ManifestObject | None:
+    """Return a rank's shard of an object; None: the checkpoint has none, or it starts over.
+
+    Raises:
+        CheckpointError: the states are those of another number of ranks.
+    """
+    num = manifest.num_owners(name)
+    if num in (0, item.world_size):
+        return manifest.find(name, item.rank)
+    if item.begins_anew:
+        return None
+    msg = (
+        f"{name!r} was tracked by ctx.track_each on {num} ranks, and here are "
+        f"{item.world_size}: the states fit no rank. Resume on {num} ranks, or "
+        "start the states over with ctx.track_each(on_other_world_size='begin', ...)"
+    )
+    raise CheckpointError(msg)

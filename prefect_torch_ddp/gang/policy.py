@@ -23,9 +23,9 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.protocol.events import FailureRecord
 
-ATTEMPT_FAILURES = (RankFailedError, WorkerLostError, GangHungError, GangGrowsError)
+ATTEMPT_ERRORS = (RankFailedError, WorkerLostError, GangHungError, GangGrowsError)
 """How an attempt can end that another may follow within the same call."""
-TASK_LOSSES = (SupervisorLostError, SchedulerLostError)
+TASK_LOSS_ERRORS = (SupervisorLostError, SchedulerLostError)
 """How a flow loses a task, which then can't be retried by Prefect."""
 _FINAL = (*COMES_BACK, GangCancelledError, SchedulerLostError, VersionConflictError)
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")

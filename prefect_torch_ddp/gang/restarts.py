@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.liveness import TimeBudget
 from prefect_torch_ddp.gang.policy import (
-    ATTEMPT_FAILURES,
+    ATTEMPT_ERRORS,
     Action,
     AttemptFailure,
     decide,
@@ -135,7 +135,7 @@ class Restarts:
                 attempt = self._attempt_log.begin()
                 try:
                     return attempt_once(attempt)
-                except ATTEMPT_FAILURES as error:
+                except ATTEMPT_ERRORS as error:
                     self._go_on_or_raise(error, attempt)
                     failed = error
                 finally:

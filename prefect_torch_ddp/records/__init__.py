@@ -1,4 +1,5 @@
-"""Records of ranks: metrics and the ledger of samples, as JSON lines in the storage.
+"""Records: of each rank its metrics, times, ledger of samples and logs; of each run its own.
 
-Each rank writes its own in parts; anyone reads them. Nothing here loads torch, Prefect or Dask.
+Each rank writes its own in parts, as JSON lines; anyone reads them. Nothing here loads torch,
+Prefect or Dask.
 """

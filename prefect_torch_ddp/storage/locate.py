@@ -72,10 +72,14 @@ def is_path(reference: str) -> bool:
     return _scheme_of(reference) is None
 
 
-def is_of_a_package(uri: str) -> bool:
-    """Return whether an installed package names the URI's scheme, which other tools don't know."""
+def opens_by_fsspec(uri: str) -> bool:
+    """Return whether fsspec opens what a path or a URI names; packages' own storages come first."""
     scheme = _scheme_of(uri)
-    return scheme is not None and scheme not in SCHEMES and bool(_named(scheme))
+    if scheme is None:
+        return True
+    from fsspec.registry import known_implementations  # noqa: PLC0415 - for a report's end only
+
+    return scheme in known_implementations and not _named(scheme)
 
 
 def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:

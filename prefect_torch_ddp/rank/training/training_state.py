@@ -8,7 +8,7 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState, num_owners
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -188,7 +188,7 @@ class TrainingState:
 
     def _take_position(self, restorer: Restorer, name: str, passes: Passes) -> None:
         item = OwnState(passes, self._info.rank, self._info.world_size)
-        owners = 0 if restorer.manifest is None else num_owners(restorer.manifest, name)
+        owners = 0 if restorer.manifest is None else restorer.manifest.num_owners(name)
         if owners not in (0, self._info.world_size):
             passes.saved_by = owners
         elif owners and not self._replay.has_arrived:  # else it is of a later call

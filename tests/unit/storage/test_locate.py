@@ -6,7 +6,7 @@ import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import is_of_a_package, storage_at, storage_from_uri
+from prefect_torch_ddp.storage.locate import opens_by_fsspec, storage_at, storage_from_uri
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.records import Shelf
 
@@ -118,8 +118,9 @@ def test_an_installed_package_adds_a_scheme(install):
     install("shelves", shelf=f"{__name__}:shelf_of")
     assert storage_from_uri("shelf://host:80/a b?c") == Shelf(uri="shelf://host:80/a b?c")
     assert storage_from_uri("Shelf://x") == Shelf(uri="Shelf://x")
-    assert is_of_a_package("shelf://x")
-    assert not any(map(is_of_a_package, ("shelf", "./shelf:x", "s3://x", "other://x")))
+    assert not opens_by_fsspec("shelf://x")
+    assert not opens_by_fsspec("other://x")
+    assert all(map(opens_by_fsspec, ("shelf", "./shelf:x", "s3://x")))
     for wrong in ("shelf:x", "shelves://x"):
         with pytest.raises(InvalidParamsError, match="names no known storage; write"):
             storage_from_uri(wrong)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_torch_ddp.results import CheckpointRef, TrainReport
-from prefect_torch_ddp.storage.locate import is_of_a_package
+from prefect_torch_ddp.storage.locate import opens_by_fsspec
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, size, text
 
 MAX_CHECKPOINTS = 10
@@ -67,13 +67,13 @@ def load_section(model_uris: Mapping[str, str]) -> str:
 def load_code(name: str, model_uri: str) -> str:
     """Show the three lines that load a model.
 
-    By fsspec, which torch brings, or from a storage of another package, which fsspec can't open.
+    By fsspec, which torch brings, or from a storage that fsspec doesn't know.
     """
     module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
     if model_uri.endswith(".safetensors"):
         module, load = "safetensors.torch", "safetensors.torch.load(file.read())"
     opener, source = "fsspec", f"fsspec.open({model_uri!r}).open()"
-    if is_of_a_package(model_uri):
+    if not opens_by_fsspec(model_uri):
         folder, _, file = model_uri.rpartition("/")
         opener = "io, prefect_torch_ddp"
         data = f"prefect_torch_ddp.storage_from_uri({folder!r}).read({file!r})"

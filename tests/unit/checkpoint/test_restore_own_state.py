@@ -3,8 +3,9 @@
 import pytest
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
+from prefect_torch_ddp.checkpoint.restore import find_own
 from prefect_torch_ddp.checkpoint.shard import Layout
-from prefect_torch_ddp.checkpoint.state.own_state import OwnState, find_own, num_owners
+from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.errors import CheckpointError
 from tests.support.tracked import Tracked
 
@@ -25,7 +26,7 @@ def test_a_rank_takes_its_own_state() -> None:
     assert found is not None
     assert (found.object, found.rank) == ("loader", 1)
     assert find_own(saved_by(2), "model", OwnState(Tracked(), 1, 2)) is None
-    assert [num_owners(saved_by(2), name) for name in ("loader", "model", "none")] == [2, 0, 0]
+    assert [saved_by(2).num_owners(name) for name in ("loader", "model", "none")] == [2, 0, 0]
 
 
 def test_at_another_number_of_ranks_no_state_is_taken() -> None:
