@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SAYS = re.compile(r"(?i)sigkill|signal 9|exitcode|killed|\bdied\b|closed by peer|unexpected|rank 1")
+SAYS = re.compile(r"(?i)sigkill|signal 9|exitcode|killed|\bdied\b|closed by peer|unexpected")
 WARM_UP = 20
 AROUND = 3
 

@@ -69,6 +69,7 @@ class Run:
         self._plan, self._folder = plan, folder
         self._memory = {"ranks": 0.0, "others": 0.0}
         self._kills: list[float] = []
+        self._num_due = 0
         (folder / "tmp").mkdir()
         removed = ("MALLOC_TRIM_THRESHOLD_", "PREFECT_API_URL", "RAY_ADDRESS")
         inherited = {name: value for name, value in os.environ.items() if name not in removed}
@@ -95,7 +96,7 @@ class Run:
         weighed = time.time()
         while not self._has_ended() and time.time() < self._began + self._plan.limit_s:
             every_s = self._plan.kill_every_s
-            if every_s and time.time() >= self._began + every_s * (len(self._kills) + 1):
+            if every_s and time.time() >= self._began + every_s * (self._num_due + 1):
                 self._kill()
             if not every_s and time.time() >= weighed + WEIGH_EVERY_S:
                 weighed = time.time()
@@ -130,13 +131,14 @@ class Run:
         return None
 
     def _kill(self) -> None:
-        """Kill rank 1; the attempt counts, also if there is none at that moment."""
-        self._kills.append(time.time())
+        """Kill rank 1, unless there is none at that moment."""
+        self._num_due += 1
         everyone = {each.pid for each in psutil.Process().children(recursive=True)}
         pid = self._rank(1)
         with contextlib.suppress(ProcessLookupError):
             if pid in everyone:
                 os.kill(pid, signal.SIGKILL)
+                self._kills.append(time.time())
 
     def _weigh(self) -> None:
         """Note the most of the proportional set sizes, in which shared pages are divided up."""

@@ -2,7 +2,8 @@
 
 Its README sends files to the client by `DaskResultsHandler`: records of the loss, and the pickled
 weights every 100 steps. It says nothing of failures, and `dispatch.run` has no retries. The loop
-around it, the snapshot on a local disk and `client.restart` are a user's own.
+around it and the snapshot on a local disk are a user's own; each attempt has another cluster, since
+`client.restart` may fail by a TimeoutError after a kill.
 """
 
 import json
@@ -68,18 +69,19 @@ def fit(handler: Any) -> None:
 
 
 def main() -> None:
-    """Train on a cluster until a training ends without an error."""
-    with LocalCluster(n_workers=NUM_RANKS, threads_per_worker=1) as cluster:
-        client = Client(cluster)
-        while True:
-            handler = DaskResultsHandler(uuid.uuid4().hex)
-            futures = dispatch.run(client, fit, handler=handler, backend="gloo")
-            try:
+    """Train on one cluster after the other until a training ends without an error."""
+    while True:
+        try:
+            with (
+                LocalCluster(n_workers=NUM_RANKS, threads_per_worker=1) as cluster,
+                Client(cluster) as client,
+            ):
+                handler = DaskResultsHandler(uuid.uuid4().hex)
+                futures = dispatch.run(client, fit, handler=handler, backend="gloo")
                 handler.process_results(str(FOLDER / "results"), futures)
-                break
-            except Exception as error:  # noqa: BLE001 - of a rank, or of the cluster
-                print(f"{type(error).__name__}: {error}", flush=True)
-                client.restart()
+                return
+        except Exception as error:  # noqa: BLE001 - of a rank, or of the cluster
+            print(f"{type(error).__name__}: {error}", flush=True)
 
 
 if __name__ == "__main__":
