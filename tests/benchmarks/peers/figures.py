@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SAYS = re.compile(r"(?i)sigkill|signal 9|exitcode|killed|\bdied\b|closed by peer|unexpected")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 WARM_UP = 20
 AROUND = 3
 
@@ -115,7 +116,7 @@ def restarts_s(run: Recorded) -> list[float]:
 
 def said(run: Recorded, num_lines: int = 3) -> list[str]:
     """The first lines of the log that speak of a killed rank."""
-    lines = [line.strip() for line in run.log.splitlines() if SAYS.search(line)]
+    lines = [line.strip() for line in COLOR.sub("", run.log).splitlines() if SAYS.search(line)]
     return list(dict.fromkeys(lines))[:num_lines]
 
 
