@@ -8,6 +8,7 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", choices=[*PEERS, []], default=[])
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run ends what it started
     chosen = given.names or list(PEERS)
     if not given.table:
         measure(chosen)

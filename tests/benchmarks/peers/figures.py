@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SAYS = re.compile(r"(?i)sigkill|signal 9|exitcode|killed|\bdied\b|closed by peer|unexpected")
+SAYS = re.compile(r"(?i)sigkill|signal 9|exitcode|killed|\bdied\b|by peer\b|unexpected")
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 WARM_UP = 20
 AROUND = 3
