@@ -158,8 +158,8 @@ class GangParams(Params):
     collective, a report or `report_progress()`. While ranks use the CPU or the disk, the limit is
     ten times as long. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
-    """Seconds that cancelled ranks in `ctx.steps` have to stop after the same step and save it.
-    Prefect gives a run 30 s. Ranks outside of `ctx.steps` are killed at once."""
+    """Seconds that cancelled ranks have to stop after the same step and save it. Prefect gives a
+    run 30 s. Ranks that haven't begun `ctx.steps`, or called `ctx.due`, are killed at once."""
     resources: Mapping[str, float] | None = None
     """Dask resources that the gang reserves on each of its workers, e.g. `{"GPU": 1}`. Workers
     without them aren't used."""
@@ -172,8 +172,8 @@ class GangParams(Params):
     preload: tuple[str, ...] | None = None
     """Installed packages that each fork server imports once, before it forks ranks, e.g.
     `("transformers",)`, so that ranks start sooner. All ranks then share what the package read from
-    the environment and drew at import. Empty: PIL and torchvision, if the function's module imports
-    them at its top, before any of your other code runs."""
+    the environment and drew at import. Empty: PIL and torchvision, if the module of the function,
+    or the workload, imports them at its top, before any of your other code runs."""
 
     def options_of_gang(self) -> GangOptions:
         """Return those that `run_gang` takes by keyword."""
@@ -246,8 +246,9 @@ class CheckpointParams(Params):
     every_epochs: Count | None = None
     """A checkpoint at the end of every so many epochs (1: of each), in addition to the others."""
     keep_last: Count = 2
-    """How many of the newest checkpoints are kept. During a training with every_s=auto, a few more
-    are kept for 30 s, so that an evaluation can still read the one that it found."""
+    """How many of the newest checkpoints are kept. During a training with every_s=auto, up to 15
+    more (two with every_steps or every_epochs) are kept for 30 s, so that an evaluation can still
+    read the one that it found."""
     keep_best: CountOrZero = 1
     """How many of the best checkpoints by best_metric are kept in addition."""
     best_metric: str | None = None

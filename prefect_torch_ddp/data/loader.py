@@ -117,8 +117,7 @@ class RankLoader:
     ) -> None:
         refuse_clashes(dataloader_kwargs, rank, world_size)
         self.dataset = dataset
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.epoch = 0
         """Whose order `iter(loader)` takes. It isn't saved: your own loop sets it."""
         self._keeps_epoch = keeps_epoch

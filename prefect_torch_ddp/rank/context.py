@@ -263,13 +263,14 @@ class RankContext:
                 others, as in torch's WeightedRandomSampler. An epoch then has as many draws as
                 there are samples. The draws are the same for any world size, and each draw is
                 augmented separately.
-            order: a function that returns the indices of an epoch's samples, from 0, in the order
-                to use: integers of shape [samples of an epoch], equally many in each epoch.
-                `shuffle` then has no effect. A sample may appear several times, or not at all. The
-                order may depend only on the epoch; it is compared between the ranks in each epoch.
-            none_samples: "refuse": on several ranks, a sample that is None raises an error with
-                its index, since the other samples would get too much weight. "keep": allow None;
-                your collate_fn must replace it by another sample.
+            order: a function that is called with an epoch's number, from 0, and returns the indices
+                of its samples in the order to use: integers of shape [samples of an epoch], equally
+                many in each epoch. `shuffle` then has no effect. A sample may appear several times,
+                or not at all. The order may depend only on the epoch; it is compared between the
+                ranks in each epoch.
+            none_samples: "refuse": on several ranks, and with `determinism="elastic"`, a sample
+                that is None raises an error with its index, since the other samples would get too
+                much weight. "keep": allow None; your collate_fn must replace it by another sample.
             **dataloader_kwargs: arguments of torch's DataLoader, such as num_workers, collate_fn
                 or pin_memory.
 
@@ -471,11 +472,11 @@ class RankContext:
     def progress(self, step: int, total: int | None = None, *, epoch: int = 0) -> None:
         """Report the current step of a loop that doesn't use `steps`, such as a trainer's.
 
-        The report then shows the step and the time left. Metrics that `report` records and errors
-        carry the step's number. A gang that makes no progress for `progress_timeout_s` counts as
-        hung. A call takes microseconds and doesn't wait: call it in each step, on every rank.
-        After a resume, pass the number of the step at which the loop continues; records from that
-        step on are withdrawn.
+        The report then shows the step and the time left. Errors, and metrics from `report`, carry
+        the step's number. A gang that makes no progress for `progress_timeout_s` counts as hung. A
+        call takes microseconds and doesn't wait: call it in each step, on every rank. After a
+        resume, pass the number of the step at which the loop continues; records from that step on
+        are withdrawn.
 
         Args:
             step: the current step, from 1, counted over all resumes.

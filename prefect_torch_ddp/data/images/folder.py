@@ -256,9 +256,9 @@ def image_folder(
         transform: applied to each decoded image.
         target_transform: applied to each class number.
         storage: the storage to read from; `uri` is then a path in that storage.
-        **options: those of S3ImageFolder. torchvision reads a local folder, without `index` and
-            `cache`. With on_error="skip", or if the folder is the root of a storage in which runs
-            are kept, S3ImageFolder reads it.
+        **options: those of S3ImageFolder. For a local folder, which torchvision reads, `index` and
+            `cache` have no effect. With on_error="skip", or if the folder is the root of a storage
+            in which runs are kept, S3ImageFolder reads it.
 
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a

@@ -82,9 +82,9 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 
     Raises:
         InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
-            or no row; files disagree on a column's type; or a column can't become a tensor
-            (nested, decimal, temporal, binary). Names the file and the column. Or the local copy
-            doesn't fit the disk. With `local_copy`, nulls and unknown texts are found here too.
+            or no row; files disagree on a column's type; a column can't become a tensor (nested,
+            decimal, temporal, binary); or the local copy doesn't fit the disk. Names the file
+            and the column. With `local_copy`, nulls and unknown texts are found here too.
         StorageError: a file can't be read, or isn't Parquet; or the copy can't be written.
 
     Example:

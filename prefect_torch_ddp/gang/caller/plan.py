@@ -32,7 +32,7 @@ class CallParams(GangParams):
     """default: initialised before the function runs; user: the function initialises it from the
     environment, as under torchrun, which is the default for a script; none: there is none."""
     world_size_divides: Count | None = None
-    """A number that the number of ranks divides in every attempt."""
+    """A number that must be a multiple of the number of ranks in every attempt."""
 
     @model_validator(mode="after")
     def _check_divides(self) -> Self:

@@ -61,7 +61,7 @@ class RegressionMeter:
             targets: of the same shape.
 
         Raises:
-            InvalidParamsError: the shapes are others, or a target is nan or infinite.
+            InvalidParamsError: the shapes don't fit together, or a target is nan or infinite.
         """
         current_link().heartbeat.progress(arms=False)
         expected = [(self.num_outputs,), ()] if self.num_outputs == 1 else [(self.num_outputs,)]
