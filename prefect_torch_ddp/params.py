@@ -127,7 +127,7 @@ class GangParams(Params):
     """How a gang is placed, started, watched and stopped."""
 
     world_size: Count | None = None
-    """Number of ranks; None takes one for each worker."""
+    """Number of ranks; None takes `ranks_per_worker` for each worker."""
     ranks_per_worker: Count | None = None
     """Number of ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1.
     For the local cluster that `train_flow` starts by itself: all ranks on its one worker."""

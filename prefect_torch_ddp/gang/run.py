@@ -51,7 +51,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
             a script by its path or as `"-m package.module"`; `args` is then its argv.
         args: positional arguments, or a function that takes an attempt's number and returns them.
         kwargs: keyword arguments, as one mapping, so that they can have any name.
-        world_size: number of ranks. None: one for each worker.
+        world_size: number of ranks. None: `ranks_per_worker` for each worker.
         process_group: "default": it is initialised before `fn` runs. "user": `fn` initialises it
             from the environment, as under torchrun. "none": there is no process group. None:
             "user" for a script, otherwise "default".

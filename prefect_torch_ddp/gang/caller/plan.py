@@ -30,7 +30,8 @@ class CallParams(GangParams):
 
     process_group: ProcessGroupMode = "default"
     """default: initialised before the function runs; user: the function initialises it from the
-    environment, as under torchrun, which is the default for a script; none: there is none."""
+    environment, as under torchrun; none: there is none. If not given: user for a script, default
+    for anything else."""
     world_size_divides: Count | None = None
     """A number that must be a multiple of the number of ranks in every attempt."""
 
