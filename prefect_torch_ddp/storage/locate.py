@@ -15,6 +15,8 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 SCHEMES: Mapping[str, Callable[..., Storage]] = {"s3": S3Storage.from_uri}
 """Those that come along; each is called with the URI."""
+OF_FSSPEC = frozenset({"s3"})
+"""Those of `SCHEMES` that fsspec opens too."""
 GROUP = "prefect_torch_ddp.storages"
 """The group of entry points by which installed packages name their own schemes."""
 WRITE_INSTEAD = (
@@ -73,13 +75,9 @@ def is_path(reference: str) -> bool:
 
 
 def opens_by_fsspec(uri: str) -> bool:
-    """Return whether fsspec opens what a path or a URI names; packages' own storages come first."""
+    """Return whether fsspec, which other tools have, opens what a path or a URI names."""
     scheme = _scheme_of(uri)
-    if scheme is None:
-        return True
-    from fsspec.registry import known_implementations  # noqa: PLC0415 - for a report's end only
-
-    return scheme in known_implementations and not _named(scheme)
+    return scheme is None or scheme in OF_FSSPEC
 
 
 def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:

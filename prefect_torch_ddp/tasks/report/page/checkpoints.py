@@ -67,7 +67,7 @@ def load_section(model_uris: Mapping[str, str]) -> str:
 def load_code(name: str, model_uri: str) -> str:
     """Show the three lines that load a model.
 
-    By fsspec, which torch brings, or from a storage that fsspec doesn't know.
+    By fsspec, which torch brings, or from a storage that fsspec can't open.
     """
     module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
     if model_uri.endswith(".safetensors"):

@@ -51,5 +51,5 @@ def test_the_log_says_why_a_failed_rank_had_no_more_time(
     agent._ranks = [rank]
     with box.alarm():
         agent._kill_but_failed()
-    (line,) = box._report().events
+    (line,) = box._news().events
     assert (line.rank, line.text.partition(": ")[0]) == (3, f"it is killed {when}")
