@@ -77,7 +77,7 @@ def is_path(reference: str) -> bool:
 def opens_by_fsspec(uri: str) -> bool:
     """Return whether fsspec, which other tools have, opens what a path or a URI names."""
     scheme = _scheme_of(uri)
-    return scheme is None or scheme in OF_FSSPEC
+    return scheme is None or scheme in OF_FSSPEC or not (scheme in SCHEMES or _named(scheme))
 
 
 def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:

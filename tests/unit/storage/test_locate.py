@@ -119,8 +119,7 @@ def test_an_installed_package_adds_a_scheme(install):
     assert storage_from_uri("shelf://host:80/a b?c") == Shelf(uri="shelf://host:80/a b?c")
     assert storage_from_uri("Shelf://x") == Shelf(uri="Shelf://x")
     assert not opens_by_fsspec("shelf://x")
-    assert not opens_by_fsspec("other://x")
-    assert all(map(opens_by_fsspec, ("shelf", "./shelf:x", "s3://x")))
+    assert all(map(opens_by_fsspec, ("shelf", "./shelf:x", "s3://x", "other://x")))
     for wrong in ("shelf:x", "shelves://x"):
         with pytest.raises(InvalidParamsError, match="names no known storage; write"):
             storage_from_uri(wrong)
