@@ -75,7 +75,7 @@ def is_path(reference: str) -> bool:
 
 
 def opens_by_fsspec(uri: str) -> bool:
-    """Return whether fsspec, which other tools have, opens what a path or a URI names."""
+    """Return whether fsspec may open what a path or a URI names: no storage of a package does."""
     scheme = _scheme_of(uri)
     return scheme is None or scheme in OF_FSSPEC or not (scheme in SCHEMES or _named(scheme))
 

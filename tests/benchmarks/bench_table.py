@@ -8,7 +8,7 @@ import resource
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -201,23 +201,21 @@ def test_table_prepared_beside_to_parquet(client: Client, tmp_path: Path) -> Non
 def test_table_first_batch_resume_and_memory(folder: Path) -> None:
     """Print the time to a first batch, at an epoch's start and in its middle, rows/s of a pass
     that does nothing else, and the most memory that this takes in a process."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writer, _measured(folder).encode())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as said:
-        show("what | value", [tuple(line.split("|")) for line in said.read().splitlines()])
+    _show_of_a_process(_measured, folder)
 
 
 def test_local_copy_first_batch_and_memory(folder: Path) -> None:
     """Print the time to decode a copy, to open it and to its first batch, rows/s of a pass that
     does nothing else, and how much of a process's own memory each takes."""
     shutil.rmtree(folder.parent / "copies", ignore_errors=True)
+    _show_of_a_process(_measured_of_a_copy, folder)
+
+
+def _show_of_a_process(measured: Callable[[Path], str], folder: Path) -> None:
+    """Show what is measured in a process of its own."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writer, _measured_of_a_copy(folder).encode())
+        os.write(writer, measured(folder).encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(child, 0)

@@ -114,6 +114,14 @@ def restarts_s(run: Recorded) -> list[float]:
     return found
 
 
+def lost_s(run: Recorded) -> float | None:
+    """What a kill costs: the time to the next step, and that of the steps that are done again."""
+    waits, step = restarts_s(run), step_ms(run)
+    if not waits or step is None:
+        return None
+    return statistics.median(waits) + redone(run) / len(run.kills) * step / 1000
+
+
 def said(run: Recorded, num_lines: int = 3) -> list[str]:
     """The first lines of the log that speak of a killed rank."""
     lines = [line.strip() for line in COLOR.sub("", run.log).splitlines() if SAYS.search(line)]
@@ -162,6 +170,7 @@ def column(runs: Runs, save_every: int | None) -> dict[str, str]:
         "**goodput**": f"**{kept:.3f}**",
         "steps done again, a kill": f"{redone(killed) / num_kills:.0f}" if num_kills else "-",
         "kill to next step, s": _spread(waits, "{:.1f}"),
+        "lost by a kill, s": _spread([lost_s(killed)], "{:.1f}"),
         "restarts of kills": f"{len(waits)} of {num_kills}",
     }
 

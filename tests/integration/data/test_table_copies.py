@@ -24,7 +24,7 @@ from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPar
 from tests.support.killed import check_killed_and_resumed, train_or_die
 from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
-from tests.unit.data.tables.parquet_files import numbered, walk
+from tests.unit.data.tables.parquet_files import noisy_batches, numbered, walk
 from tests.unit.data.test_loader import loader_of
 
 pytestmark = pytest.mark.timeout(200)
@@ -189,15 +189,7 @@ def test_what_collate_fn_draws_is_the_same_for_any_number_of_workers(tmp_path) -
     """The generators are seeded for each batch."""
     folder = numbered(tmp_path / "table", [64], 8)
     rows = table(folder, ["number"], local_copy=tmp_path / "copies")
-
-    def noisy(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return batch["number"] + torch.rand(len(batch["number"]))
-
-    def drawn(num_workers: int) -> list[list[float]]:
-        loader = loader_of(rows, 16, collate_fn=noisy, num_workers=num_workers)
-        return [batch.tolist() for batch, _ in loader.lockstep(0)]
-
-    assert drawn(1) == drawn(2)
+    assert noisy_batches(rows, 16, num_workers=1) == noisy_batches(rows, 16, num_workers=2)
 
 
 def seen_by(ctx: RankContext, folder: Path, copies: Path) -> list[list[int]]:

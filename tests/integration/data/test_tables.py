@@ -17,8 +17,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.killed import check_killed_and_resumed, train_or_die
 from tests.support.ranks import config_for, train_on
-from tests.unit.data.tables.parquet_files import numbered, walk, write
-from tests.unit.data.test_loader import loader_of
+from tests.unit.data.tables.parquet_files import noisy_batches, numbered, walk, write
 
 pytestmark = pytest.mark.timeout(200)
 NUM_ROWS, BATCH = 150, 16
@@ -122,12 +121,4 @@ def test_loader_workers_give_the_same_batches(context, tmp_path, monkeypatch) ->
 def test_what_collate_fn_draws_is_the_same_for_any_number_of_workers(tmp_path) -> None:
     """The generators are seeded for each batch."""
     rows = table(numbered(tmp_path, [64], 8), ["number"])
-
-    def noisy(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return batch["number"] + torch.rand(len(batch["number"]))
-
-    def drawn(num_workers: int) -> list[list[float]]:
-        loader = loader_of(rows, 16, collate_fn=noisy, num_workers=num_workers)
-        return [batch.tolist() for batch, _ in loader.lockstep(0)]
-
-    assert drawn(1) == drawn(2)
+    assert noisy_batches(rows, 16, num_workers=1) == noisy_batches(rows, 16, num_workers=2)

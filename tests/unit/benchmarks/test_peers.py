@@ -59,6 +59,7 @@ def test_steps_done_again_are_not_useful(tmp_path: Path) -> None:
     assert figures.useful(killed) == 60
     assert figures.redone(killed) == 30
     assert figures.restarts_s(killed) == [2.0, 10.0]
+    assert figures.lost_s(killed) == pytest.approx(6 + 10 * 0.1)
 
 
 def test_steps_after_the_time_do_not_count(tmp_path: Path) -> None:

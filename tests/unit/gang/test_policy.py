@@ -181,6 +181,8 @@ FINAL: dict[str, BaseException] = {
     "versions that don't go together": VersionConflictError("torch 2.14, 2.15"),
     "an import": caused(ImportError("torchvision")),
     "a syntax error": caused(SyntaxError("here")),
+    "an import of the task's own": ImportError("torchvision"),
+    "a cause of a newer format": caused(NewerFormatError("format 2")),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from tests.unit.data.test_loader import loader_of
 
@@ -46,3 +47,23 @@ def walk(
         assert ids == counted
         batches.append(counted)
     return batches
+
+
+def virtual_shares(rows: Any, size: int, world: int) -> list[list[list[int]]]:
+    """Walk four virtual ranks on so many; return the numbers of each one's share of each batch."""
+    loaders = [loader_of(rows, size, rank, world, virtual_ranks=4) for rank in range(world)]
+    steps = zip(*(loader.lockstep(0) for loader in loaders), strict=True)
+    return [
+        [s.batch["number"].tolist() for data, _ in step for s in data.shares if s.num_samples]
+        for step in steps
+    ]
+
+
+def noisy_batches(rows: Any, size: int, **options: Any) -> list[list[float]]:
+    """Return the numbers of each batch, to which a collate_fn adds noise."""
+
+    def noisy(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["number"] + torch.rand(len(batch["number"]))
+
+    loader = loader_of(rows, size, collate_fn=noisy, **options)
+    return [batch.tolist() for batch, _ in loader.lockstep(0)]

@@ -21,7 +21,7 @@ from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart
-from tests.unit.data.tables.parquet_files import numbered, walk, write
+from tests.unit.data.tables.parquet_files import numbered, virtual_shares, walk, write
 from tests.unit.data.tables.test_table import Counted, only_batch
 from tests.unit.data.test_loader import loader_of
 
@@ -119,17 +119,9 @@ def test_all_rows_are_shuffled_as_those_of_any_map_style_dataset(shuffle, tmp_pa
 def test_elastic_shares_are_the_same_on_any_number_of_ranks(tmp_path) -> None:
     """Each virtual rank has its rows, wherever it is."""
     rows = table(numbered(tmp_path / "t", [50, 41], 5), local_copy=True)
-
-    def shares(world: int) -> list[list[list[int]]]:
-        loaders = [loader_of(rows, 13, rank, world, virtual_ranks=4) for rank in range(world)]
-        steps = zip(*(loader.lockstep(0) for loader in loaders), strict=True)
-        return [
-            [s.batch["number"].tolist() for data, _ in step for s in data.shares if s.num_samples]
-            for step in steps
-        ]
-
-    assert shares(1) == shares(2) == shares(4)
-    assert sorted(n for step in shares(4) for share in step for n in share) == list(range(91))
+    found = virtual_shares(rows, 13, 4)
+    assert virtual_shares(rows, 13, 1) == virtual_shares(rows, 13, 2) == found
+    assert sorted(n for step in found for share in step for n in share) == list(range(91))
 
 
 def test_rows_can_be_taken_one_by_one_chosen_weighted_and_ordered(tmp_path) -> None:

@@ -21,7 +21,7 @@ from prefect_torch_ddp.data.tables import pieces as tables_pieces
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
-from tests.unit.data.tables.parquet_files import numbered, walk, write
+from tests.unit.data.tables.parquet_files import numbered, virtual_shares, walk, write
 from tests.unit.data.test_loader import loader_of
 
 
@@ -80,17 +80,9 @@ def test_each_row_once_in_the_same_global_batches_on_any_number_of_ranks(
 def test_elastic_shares_are_the_same_on_any_number_of_ranks(tmp_path) -> None:
     """Each virtual rank has its rows, wherever it is."""
     rows = table(numbered(tmp_path, [50, 41], 5), shuffle_buffer=30)
-
-    def shares(world: int) -> list[list[list[int]]]:
-        loaders = [loader_of(rows, 13, rank, world, virtual_ranks=4) for rank in range(world)]
-        steps = zip(*(loader.lockstep(0) for loader in loaders), strict=True)
-        return [
-            [s.batch["number"].tolist() for data, _ in step for s in data.shares if s.num_samples]
-            for step in steps
-        ]
-
-    assert shares(1) == shares(2) == shares(4)
-    assert sorted(n for step in shares(4) for share in step for n in share) == list(range(91))
+    found = virtual_shares(rows, 13, 4)
+    assert virtual_shares(rows, 13, 1) == virtual_shares(rows, 13, 2) == found
+    assert sorted(n for step in found for share in step for n in share) == list(range(91))
 
 
 def test_a_batch_is_a_dict_of_tensors_by_column(tmp_path) -> None:
