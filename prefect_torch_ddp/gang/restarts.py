@@ -108,13 +108,31 @@ class Restarts:
         self._moved_at = 0
         self.num_made = 0
         """How many attempts of this call were followed by another."""
-        self.has_grown = False
-        """Whether the last attempt ended for the next to have more ranks: those that there are."""
+        self._follows: Action | None = None
 
     @property
     def num_left(self) -> int:
         """How many restarts may follow."""
         return self._max_restarts - self.num_made
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the last attempt ended for the next to have more ranks: those that there are."""
+        return self._follows is Action.GROW
+
+    def full_size_s(self, workers_timeout_s: float) -> float:
+        """Return how long the next attempt should wait for all its ranks if some could begin.
+
+        After a restart that isn't long: a killed worker is back at once or not at all. A new job
+        that takes over from one that left may queue.
+        """
+        match self._follows:
+            case Action.GROW:
+                return 0.0
+            case Action.RESTART:
+                return FULL_SIZE_S
+            case _:
+                return workers_timeout_s
 
     def size_to_ask_for(self, world_size: int | None) -> int | None:
         """Return how many ranks the next attempt should have; if open, as many as the first."""
@@ -162,7 +180,7 @@ class Restarts:
         self._on_event(record)
         failure = AttemptFailure(error, record, self._attempt_log.knows_steps)
         decision = decide(failure, before, self.num_left)
-        self.has_grown = decision.action is Action.GROW
+        self._follows = decision.action
         match decision.action:
             case Action.GROW:
                 self._say(f"{error}\nthe gang grows, which costs no restart")

@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.caller.sent.code import pickle_call
 from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
-from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
+from prefect_torch_ddp.gang.restarts import AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
 from prefect_torch_ddp.params import GangOptions, GangParams
@@ -132,13 +132,12 @@ def _plan(call: Call, name: str, given: CallParams, log: AttemptLog) -> GangPlan
 
 def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) -> list[bytes]:
     given = plan.options
-    full_size_s = FULL_SIZE_S if restarts.num_made else given.workers_timeout_s
     plan = replace(
         plan,
         attempt=number,
         # As torchrun counts: from the start of the whole job, never beyond the maximum.
         max_restarts=number - 1 + restarts.num_left,
-        full_size_s=0.0 if restarts.has_grown else full_size_s,
+        full_size_s=restarts.full_size_s(given.workers_timeout_s),
     )
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
     each, divides = given.ranks_per_worker or 1, given.world_size_divides

@@ -16,7 +16,7 @@ from prefect_torch_ddp import (
     WorkerLostError,
     run_gang,
 )
-from prefect_torch_ddp.gang import run as launch
+from prefect_torch_ddp.gang import restarts
 from prefect_torch_ddp.gang.caller.verdict import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
@@ -54,7 +54,7 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `min_world_size=1` the remaining rank keeps training."""
-    monkeypatch.setattr(launch, "FULL_SIZE_S", 1.0)
+    monkeypatch.setattr(restarts, "FULL_SIZE_S", 1.0)
     events: list[GangEvent] = []
     call = {"args": (str(tmp_path),), "world_size": 2, "max_restarts": 1, "min_world_size": 1}
     call |= {"workers_timeout_s": HANG_S, "on_event": events.append}
@@ -75,7 +75,7 @@ def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss is the cause of the error that names the lack of workers."""
-    monkeypatch.setattr(launch, "FULL_SIZE_S", 1.0)
+    monkeypatch.setattr(restarts, "FULL_SIZE_S", 1.0)
     call = {"args": (str(tmp_path),), "world_size": 2, "max_restarts": 1, "workers_timeout_s": 3.0}
     with (
         own_cluster(1) as (cluster, client),
@@ -94,7 +94,7 @@ def test_a_worker_that_comes_back_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the nanny has restarted the killed worker, the gang has its full size again."""
-    monkeypatch.setattr(launch, "FULL_SIZE_S", HANG_S)  # a loaded machine needs more than 10 s
+    monkeypatch.setattr(restarts, "FULL_SIZE_S", HANG_S)  # a loaded machine needs more than 10 s
     events: list[GangEvent] = []
     options = {"max_restarts": 1, "min_world_size": 1, "on_event": events.append}
     with own_cluster(2) as (_, client), ThreadPoolExecutor(1) as pool:

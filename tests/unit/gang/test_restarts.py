@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from prefect_torch_ddp.errors import (
+    GangGrowsError,
     NotEnoughWorkersError,
     RankFailedError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.restarts import CallAttemptLog, Restarts
+from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, CallAttemptLog, Restarts
 from prefect_torch_ddp.protocol.events import AttemptBegan
 from tests.support.failures import BOOM
 
@@ -54,3 +55,20 @@ def test_a_world_size_left_open_stays_what_it_was() -> None:
     for size in (2, 1):
         restarts.receive(AttemptBegan(1, size))
     assert [restarts.size_to_ask_for(given) for given in (None, 4)] == [2, 4]
+
+
+def test_only_after_a_restart_the_full_size_is_waited_for_briefly() -> None:
+    """A move waits as long as the start does, also if a restart came before it."""
+    killed = replace(BOOM, kind="signal", signal=9, retryability="transient")
+    restarts = Restarts(CallAttemptLog(), 1, lambda _: None)
+    ends = [RankFailedError(killed, 1), WorkerLostError("retired", 4), GangGrowsError("grows")]
+    waits_s: list[float] = []
+
+    def attempt_once(number: int) -> list[bytes]:
+        waits_s.append(restarts.full_size_s(600.0))
+        if number <= len(ends):
+            raise ends[number - 1]
+        return []
+
+    restarts.run(attempt_once)
+    assert waits_s == [600.0, FULL_SIZE_S, 600.0, 0.0]
