@@ -20,7 +20,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train nightly stop test lint docs integration long programs chaos gpu wheel bench bench-peers clean system-packages
+.PHONY: help train nightly stop test lint docs integration long more chaos gpu wheel bench bench-peers clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,7 +39,7 @@ nightly: $(VENV)/.installed ## deploy nightly and the examples, on a local Prefe
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
 test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 6 minutes
 	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) tests/integration -m "not (extended or long)" $(WAITING) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) tests/integration -m "not (extended or long or more)" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and the manual
 	$(BIN)/ruff check .
@@ -52,14 +52,14 @@ docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.ht
 	$(MKDOCS) $(or $(ARGS),build) --strict
 
 integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, trainers, many kill points; 10 minutes
-	$(PYTEST) tests/integration -m "extended and not long" $(WAITING) $(ARGS)
+	$(PYTEST) tests/integration -m "extended and not (long or more)" $(WAITING) $(ARGS)
 
 long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 33 minutes
-	$(PYTEST) tests/integration -m "long and not programs" $(WAITING) $(ARGS)
+	$(PYTEST) tests/integration -m "long and not more" $(WAITING) $(ARGS)
 
-# Not in CI, which has one test of each of them.
-programs: $(VENV)/.installed-dev system-packages ## run more of them with Accelerate, Lightning, Transformers, MLflow; 10 minutes
-	$(PYTEST) tests/integration -m programs $(WAITING) $(ARGS)
+# Not in CI, which has another case of each of them.
+more: $(VENV)/.installed-dev system-packages ## run further cases: PBS, Accelerate, Lightning, MLflow, long waits; 20 minutes
+	$(PYTEST) tests/integration -m more $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
 	$(PYTEST) tests/chaos $(ARGS)

@@ -84,7 +84,7 @@ def digest_in(folder: Path) -> str:
     return digest_of_state(torch.load(folder / "model.pt", weights_only=True))
 
 
-@pytest.mark.programs
+@pytest.mark.more
 @pytest.mark.parametrize("page", ["torchrun", *TRAINERS])
 def test_a_program_runs_unchanged_and_as_the_page_changes_it(
     page: str, dask_client: Client, tmp_path: Path
@@ -112,7 +112,7 @@ def test_a_program_runs_unchanged_and_as_the_page_changes_it(
         assert metrics["loss"].notna().sum() > 0
 
 
-@pytest.mark.programs
+@pytest.mark.more
 @pytest.mark.parametrize("page", ["torchrun", "ray_train"])
 def test_the_task_of_a_page_learns_the_line(page: str, tmp_path: Path) -> None:
     """The program prints the last loss, which is small."""
@@ -124,7 +124,7 @@ def test_the_task_of_a_page_learns_the_line(page: str, tmp_path: Path) -> None:
     assert list_manifests(storage, run_id)[-1].step == 48
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_transfer_learning_from_a_bucket(chain_s3_server: S3Server, tmp_path: Path) -> None:
     """It writes a checkpoint every 100 steps, and pandas shows its records."""
     source = chain_s3_server.storage("photos")

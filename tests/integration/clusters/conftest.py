@@ -8,7 +8,7 @@ from tests.integration.clusters.sites import Site, running_pbs
 from tests.integration.clusters.slurm import running_slurm, skip_without_slurm
 
 
-@pytest.fixture(scope="session", params=["slurm", "pbs"])
+@pytest.fixture(scope="session", params=["slurm", pytest.param("pbs", marks=pytest.mark.more)])
 def batch_system(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:

@@ -252,6 +252,7 @@ def test_a_gang_over_two_jobs(site: Site, tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("batch_system", ["slurm", "pbs"], indirect=True)
 def test_the_program_for_those_who_chain_jobs(site: Site, tmp_path: Path) -> None:
     """The program of docs/from trains in jobs that the file describes."""
     described = example(site, tmp_path).model_dump(mode="json", exclude_unset=True)

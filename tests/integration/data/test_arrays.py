@@ -59,7 +59,7 @@ def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["directory", "s3"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.more), "s3"])
 def test_on_arrays_a_killed_training_ends_with_the_undisturbed_weights(
     kind, storages, tmp_path
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_bucket_gives_the_samples_of_a_folder(storages, s3_server, monkeypatch
         assert walk(samples, BATCH, 2) == walk(samples, BATCH, 1) == expected
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.more)])
 def test_loader_workers_give_the_same_samples(context, storages, monkeypatch) -> None:
     """Workers may be forked after the rank has read the arrays, or spawned with a pickle."""
     monkeypatch.setattr(array_axes, "PIECE_BYTES", 1)

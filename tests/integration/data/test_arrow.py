@@ -71,7 +71,7 @@ def test_a_stream_is_refused_on_a_rank(tmp_path) -> None:
     assert "ctx.steps(loader, total=5000)" in says
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.more)])
 def test_loader_workers_read_the_batches_of_a_dataset_of_arrow(context, tmp_path) -> None:
     """A dataset on disk is mapped in each worker."""
     rows(20).save_to_disk(tmp_path / "rows")

@@ -176,7 +176,7 @@ def test_the_watch_for_hangs_knows_who_decodes_and_who_waits(source, tmp_path) -
         assert process.exitcode == 0
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.more)])
 def test_loader_workers_give_the_same_batches(context, tmp_path) -> None:
     """Workers are forked with the copy mapped, or spawned and map it themselves."""
     rows = table(numbered(tmp_path / "table", SIZES, 5), local_copy=tmp_path / "copies")
@@ -228,7 +228,7 @@ def train(ctx: RankContext, where: tuple[Storage, Path], kill_at: int | None) ->
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["directory", "s3"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.more), "s3"])
 def test_on_a_copy_a_killed_training_ends_with_the_undisturbed_weights(
     kind, tmp_path, s3_server
 ) -> None:

@@ -35,7 +35,7 @@ def trained(workload: str, world_size: int, cluster: ClusterParams, folder: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
     """Each lead time is forecast better than by persistence; the card has mean and std."""
     report = trained("gridded", world_size, shared, tmp_path)
@@ -51,7 +51,7 @@ def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
     assert statistics["num_not_finite"] == 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_tabular(world_size, shared: ClusterParams, tmp_path: Path) -> None:
     """Fares are better than the mean fare, tips than the majority, on days never trained on."""
     report = trained("tabular", world_size, shared, tmp_path)

@@ -50,7 +50,7 @@ def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["directory", "s3"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.more), "s3"])
 def test_killed_in_mid_epoch_it_ends_with_the_undisturbed_weights(kind, storages, tmp_path) -> None:
     """Two ranks are killed twice, and the ledger counts every row once an epoch."""
     last = check_killed_and_resumed(tmp_path, train, storages["directory"], storages[kind], (5, 14))

@@ -69,7 +69,7 @@ def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -
     assert report.evaluation.loss is not None
 
 
-@pytest.mark.long
+@pytest.mark.more
 def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_path: Path) -> None:
     """vgg11_bn resumes from its checkpoint after a kill, with validation after each epoch."""
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
@@ -124,7 +124,7 @@ def test_cifar10_for_three_epochs_and_three_more(shared: ClusterParams, tmp_path
     assert weights("in two", 6, resume_from="latest") == undisturbed
 
 
-@pytest.mark.long
+@pytest.mark.more
 def test_land_use_as_its_page_has_it(shared: ClusterParams, tmp_path: Path) -> None:
     """resnet101 at 64x64 pixels trains by SGD with momentum; each epoch has a checkpoint, and the
     model's card its classes."""

@@ -61,7 +61,13 @@ def most_at_once(client: Client) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("threads", [1, 3], ids=["workers-of-1-thread", "workers-of-3-threads"])
+@pytest.mark.parametrize(
+    "threads",
+    [
+        pytest.param(1, id="workers-of-1-thread"),
+        pytest.param(3, id="workers-of-3-threads", marks=pytest.mark.more),
+    ],
+)
 def test_a_cluster_without_workers_starts_as_many_as_a_gang_needs(threads: int) -> None:
     """The cluster starts no more workers than needed, and ends them after the gang."""
     with scaling(maximum=4, threads_per_worker=threads, resources={"GPU": 1}) as client:

@@ -43,7 +43,7 @@ def client() -> Iterator[Client]:
 )
 @pytest.mark.parametrize(
     "seconds",
-    [LONGER_THAN_A_LOOK_S, pytest.param(60.0, marks=pytest.mark.long)],
+    [LONGER_THAN_A_LOOK_S, pytest.param(60.0, marks=pytest.mark.more)],
 )
 def test_rank_0_works_on_after_the_others_have_returned(
     client: Client, how: str, seconds: float
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.parametrize(
     "asleep_s",
-    [pytest.param(9.0, marks=pytest.mark.extended), pytest.param(120.0, marks=pytest.mark.long)],
+    [pytest.param(9.0, marks=pytest.mark.extended), pytest.param(120.0, marks=pytest.mark.more)],
 )
 def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
     """No watch counts the time in which all processes are stopped."""

@@ -24,16 +24,16 @@ from tests.support.ranks import config_for
 from tests.workloads import trainers
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
-PROGRAMS = pytest.mark.programs
+MORE = pytest.mark.more
 
 
 @pytest.mark.parametrize(
     ("chosen", "die_at", "last"),
     [
         pytest.param({}, 9, 15, id="mid-epoch"),
-        pytest.param({"seedable": True}, 9, 15, id="seedable sampler", marks=PROGRAMS),
-        pytest.param({"accumulate": 2}, 5, 9, id="accumulation", marks=PROGRAMS),
-        pytest.param({}, 11, 15, id="first step of an epoch", marks=PROGRAMS),
+        pytest.param({"seedable": True}, 9, 15, id="seedable sampler", marks=MORE),
+        pytest.param({"accumulate": 2}, 5, 9, id="accumulation", marks=MORE),
+        pytest.param({}, 11, 15, id="first step of an epoch", marks=MORE),
     ],
 )
 def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
@@ -78,7 +78,7 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_what_cant_be_kept_right_is_refused() -> None:
     """The error names it, before the first batch."""
     from accelerate import Accelerator

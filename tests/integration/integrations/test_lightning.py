@@ -63,7 +63,7 @@ def test_a_killed_lightning_trainer_ends_with_the_undisturbed_bits(
     assert metrics["val_loss"].notna().sum() >= 3
 
 
-@pytest.mark.programs
+@pytest.mark.more
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -95,7 +95,7 @@ def test_a_lightning_trainer_stops_at_a_step_and_continues(
         assert train(stopped, plain) == train(straight, plain)
 
 
-@pytest.mark.programs
+@pytest.mark.more
 @pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
 @pytest.mark.parametrize(
     ("option", "said"),

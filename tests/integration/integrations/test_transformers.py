@@ -51,7 +51,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
     assert left == {"checkpoint-4", "checkpoint-12"}, "the newest one of each attempt"
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     """A Trainer stops after the step of the request, with a checkpoint."""
     values = train_on(2, config_for(tmp_path, 4), trainers.stopped_transformers, str(tmp_path))
@@ -64,7 +64,7 @@ def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     assert own | {f"checkpoint-6/{name}" for name in rest} <= paths
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
     """The error names each option that is set, on every rank, before the first step."""
     best: dict[str, object] = {"load_best_model_at_end": True, "save_strategy": "no"}

@@ -79,7 +79,7 @@ def trains(params: dict[str, Any]) -> None:
     """Have a deployment; no worker runs it here."""
 
 
-@pytest.mark.long
+@pytest.mark.more
 def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
     """The automation makes one run with the crashed one's parameters, but to resume; the third
     crash within a day pauses it until it is registered again.

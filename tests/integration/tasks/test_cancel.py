@@ -309,7 +309,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["ctrl-c", "suspended"])
+@pytest.mark.parametrize("how", [pytest.param("ctrl-c", marks=pytest.mark.more), "suspended"])
 def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> None:
     """Ctrl-C or a suspension stops the ranks with a checkpoint before the flow's cluster closes."""
     (tmp_path / "pids").mkdir()

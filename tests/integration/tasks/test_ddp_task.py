@@ -550,7 +550,7 @@ def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reference", ["latest", "best"])
+@pytest.mark.parametrize("reference", [pytest.param("latest", marks=pytest.mark.more), "best"])
 def test_latest_and_best_take_no_run_of_another_flow(
     dask_cluster: LocalCluster, tmp_path: Path, reference: str
 ) -> None:

@@ -136,7 +136,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
     assert tags["mlflow.source.git.commit"] == "abc123"
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     server: MlflowServer, tmp_path: Path
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     assert run[4]["prefect_torch_ddp.cause"] == "ValueError: boom"
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_a_run_is_followed_until_it_has_completed(server: MlflowServer, tmp_path: Path) -> None:
     """A process beside it shows its end in MLflow, and ends itself."""
     storage = DirectoryStorage(tmp_path)

@@ -42,7 +42,7 @@ def with_variables(server: MlflowServer, **variables: str) -> MlflowServer:
     return replace(server, environment={**server.environment, **variables})
 
 
-@pytest.mark.parametrize("kind", ["directory", "s3"])
+@pytest.mark.parametrize("kind", [pytest.param("directory", marks=pytest.mark.more), "s3"])
 def test_a_model_is_registered_once_with_its_card(
     server: MlflowServer, s3_server: S3Server, tmp_path: Path, kind: str
 ) -> None:

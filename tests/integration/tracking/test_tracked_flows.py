@@ -119,7 +119,7 @@ def test_a_run_of_train_flow_is_in_mlflow_when_the_flow_ends(
     assert f"run {run_id} in mlflow: {server.url}" in said(tmp_path)
 
 
-@pytest.mark.programs
+@pytest.mark.more
 def test_runs_of_tasks_are_in_mlflow_when_their_flow_fails(
     server: MlflowServer, prefect_api: str, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_runs_of_tasks_are_in_mlflow_when_their_flow_fails(
     assert len(series["loss"]) == newest - 1
 
 
-@pytest.mark.programs
+@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_process_ends_with_a_flow_that_is_stopped(
     server: MlflowServer, prefect_api: str, tmp_path: Path, number: signal.Signals
@@ -187,7 +187,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [int((folder / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("is_silent", [pytest.param(False, marks=pytest.mark.more), True])
 def test_a_flow_ends_though_the_tracker_is_away(
     server: MlflowServer, prefect_api: str, tmp_path: Path, *, is_silent: bool
 ) -> None:
