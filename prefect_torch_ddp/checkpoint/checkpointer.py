@@ -1,6 +1,5 @@
 """Writing checkpoints during a training: each rank copies its shards and writes them."""
 
-import json
 import logging
 import socket
 import threading
@@ -16,7 +15,8 @@ from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
 from prefect_torch_ddp.checkpoint.gather import FATAL, Gatherer, SaveCost
 from prefect_torch_ddp.checkpoint.keys import file_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, RankMetrics
+from prefect_torch_ddp.checkpoint.rank_save import RankMetrics, RankSave
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, tell_rank_0
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
@@ -63,7 +63,7 @@ class Checkpointer:
     """Writes checkpoints of a gang; every rank has one and saves at the same steps.
 
     The state is copied during the step, and serialised, hashed and written by a thread. There
-    is no barrier: each rank reports to rank 0 what it wrote, and rank 0 commits.
+    is no barrier: each rank tells rank 0 what it wrote, and rank 0 commits.
     """
 
     def __init__(  # noqa: PLR0913 - a training's rank, its storage, and its listeners
@@ -260,36 +260,34 @@ class Checkpointer:
         return {shard: self._staging.copy(state) for shard, state in states.items()}
 
     def _write_share(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:
-        written: list[dict[str, Any]] = []
-        report: dict[str, Any] = {"host": socket.gethostname(), "tracked": snapshot.tracked}
-        report |= {"objects": written, "error": None, "stall_s": snapshot.stall_s}
-        report |= {"metrics": snapshot.metrics}
+        host, stall_s = socket.gethostname(), snapshot.stall_s
+        save = RankSave(host, snapshot.tracked, snapshot.metrics, stall_s)
         try:
             self._staging.wait()
             if snapshot.sketched is not None:
-                report["replicas"] = snapshot.sketched.digests()
+                save.replicas = snapshot.sketched.digests()
             digests = {}
             for shard, state in snapshot.states.items():
                 is_module = shard in snapshot.modules
                 found = self._write(manifest, shard, state, is_module=is_module)
-                written.append(found.as_stored())
+                save.objects.append(found)
                 digests[shard] = found.digest
             for number, file in enumerate(snapshot.files):
-                written.append(self._write_file(manifest, number, file).as_stored())
+                save.objects.append(self._write_file(manifest, number, file))
             self._written = digests
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
             self._fail(manifest, error)
-            report["error"] = str(error)
+            save.error = str(error)
         finally:
             close_all(snapshot.files)
         try:
-            report["cpu_s"] = time.thread_time()  # the thread began with this save
+            save.cpu_s = time.thread_time()  # the thread began with this save
             if self._rank == 0:
                 sketched, began_s = snapshot.sketched, self._began_s
-                self._gatherer.commit(manifest, turn, report, sketched, began_s)
+                self._gatherer.commit(manifest, turn, save, sketched, began_s)
             else:
-                self._rank_store.set(f"written/{turn}/{self._rank}", json.dumps(report))
+                tell_rank_0(self._rank_store, self._rank, turn, save.to_json())
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 

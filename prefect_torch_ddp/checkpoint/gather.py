@@ -2,23 +2,21 @@
 
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import without_doubles
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.rank_store import (
-    KeyValueStore,
-    Report,
-    check_reports,
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.checkpoint.rank_save import (
+    RankSave,
     mean_metrics,
+    refuse_unequal,
     refuse_unshared,
-    wait_for_report,
 )
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, told_by
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.replicas import Sketch
 from prefect_torch_ddp.errors import (
@@ -37,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What one checkpoint cost, as rank 0 knows it from all ranks' reports."""
+    """What one checkpoint cost, as rank 0 knows it from all ranks."""
 
     stall_s: float
     """How long the step waited, on the rank where that was longest."""
@@ -74,16 +72,16 @@ class Gatherer:
         self,
         manifest: Manifest,
         turn: int,
-        own: dict[str, Any],
+        own: RankSave,
         sketched: Sketch | None,
         began_s: float,
     ) -> None:
-        """Wait for the other ranks' reports, and commit the checkpoint if all of it is there.
+        """Wait for the other ranks, and commit the checkpoint if all of it is there.
 
         Args:
             manifest: has no objects yet.
-            turn: of the save; see `wait_for_report`.
-            own: rank 0's report.
+            turn: of the save; see `told_by`.
+            own: what rank 0 wrote.
             sketched: of rank 0, if replicas are compared.
             began_s: when the save began, by the monotonic clock.
 
@@ -94,23 +92,23 @@ class Gatherer:
             SupersededError: a newer attempt has begun, perhaps right after the commit.
             StorageError: the storage failed.
         """
-        reports = [own]
+        saves, is_last = [own], bool(turn % 2)
         try:
             for rank in range(1, manifest.world_size):
-                is_last = bool(turn % 2)
-                reports.append(wait_for_report(self._rank_store, rank, turn, is_last=is_last))
-            manifest = self._completed(manifest, reports, sketched)
+                text = told_by(self._rank_store, rank, turn, is_last=is_last)
+                saves.append(RankSave.from_json(text))
+            manifest = self._completed(manifest, saves, sketched)
         except (CheckpointError, InvalidParamsError, StorageError) as error:
             with suppress(StorageError):  # a later commit sweeps what stays
-                self._delete(item["key"] for report in reports for item in report["objects"])
-            if own["error"] and not isinstance(error, FATAL):
+                self._delete(item.key for save in saves for item in save.objects)
+            if own.error and not isinstance(error, FATAL):
                 return  # which is known already
             raise
         is_notable = self._committer.last is None or bool(self.trouble)
-        self._committer.commit(manifest, is_last=bool(turn % 2))
+        self._committer.commit(manifest, is_last=is_last)
         self.trouble = ""
-        own["cpu_s"] = time.thread_time()  # with the commit
-        self._on_cost(_cost_of(reports, began_s))
+        own.cpu_s = time.thread_time()  # with the commit
+        self._on_cost(_cost_of(saves, began_s))
         size_mb = sum(item.num_bytes for item in manifest.objects) / 1e6
         took_ms = (time.monotonic() - began_s) * 1000
         text = f"checkpoint at step {manifest.step} ({size_mb:,.1f} MB, {took_ms:,.0f} ms)"
@@ -133,20 +131,19 @@ class Gatherer:
             logger.info(self._unsaid)
 
     def _completed(
-        self, manifest: Manifest, reports: Sequence[Report], sketched: Sketch | None
+        self, manifest: Manifest, saves: Sequence[RankSave], sketched: Sketch | None
     ) -> Manifest:
         """Return the manifest with everything that the ranks wrote, which is compared first."""
-        check_reports(reports)
-        written = (item for report in reports for item in report["objects"])
-        items = map(ManifestObject.from_stored, written)
+        refuse_unequal(saves)
+        items = (item for save in saves for item in save.objects)
         objects, doubles = without_doubles(items, manifest.folder)
-        metrics, intervals = mean_metrics(reports)
+        metrics, intervals = mean_metrics(saves)
         if sketched is not None:
             is_first = not self._resumes and self._committer.last is None
-            found = [report["replicas"] for report in reports]
-            self._comparison.check(sketched, found, is_first=is_first)
+            digests = [save.replicas for save in saves if save.replicas is not None]
+            self._comparison.check(sketched, digests, is_first=is_first)
         if manifest.world_size > 1 and self._committer.last is None:
-            refuse_unshared(self._storage, manifest, reports)  # it is shared or it isn't
+            refuse_unshared(self._storage, manifest, saves)  # it is shared or it isn't
         self._delete(item.key for item in doubles)
         return replace(manifest, metrics=metrics, reports=intervals, objects=objects)
 
@@ -155,9 +152,9 @@ class Gatherer:
             self._storage.delete(key)
 
 
-def _cost_of(reports: Sequence[Report], began_s: float) -> SaveCost:
-    cpu_s: Counter[str] = Counter()
-    for report in reports:
-        cpu_s[report["host"]] += report["cpu_s"]
-    stall_s = max(report["stall_s"] for report in reports)
+def _cost_of(saves: Sequence[RankSave], began_s: float) -> SaveCost:
+    cpu_s: dict[str, float] = defaultdict(float)
+    for save in saves:
+        cpu_s[save.host] += save.cpu_s
+    stall_s = max(save.stall_s for save in saves)
     return SaveCost(stall_s, max(cpu_s.values()), time.monotonic() - began_s)

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same: what they report at a save, compared by rank 0."""
+"""Whether all ranks hold the same: their digests at a save, compared by rank 0."""
 
 import logging
 from base64 import b64decode
@@ -13,17 +13,17 @@ _MOST_SHOWN = 8
 
 
 class Comparison:
-    """Compares what the ranks report at each save of a training, on rank 0."""
+    """Compares the ranks' digests at each save of a training, on rank 0."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
-    def check(self, sketched: Sketch, reports: Sequence[Digests], *, is_first: bool = True) -> None:
+    def check(self, sketched: Sketch, digests: Sequence[Digests], *, is_first: bool = True) -> None:
         """Refuse what differs and mustn't; log once for each object what may differ.
 
         Args:
             sketched: rank 0's.
-            reports: of all ranks.
+            digests: of all ranks.
             is_first: the training has no checkpoint yet: what is only suspicious is refused, since
                 nothing is lost by it. Later it is warned of.
 
@@ -32,9 +32,9 @@ class Comparison:
             ReplicasDifferError: a replica differs, between ranks that compute on the same; or the
                 ranks summed different numbers of passes in a step.
         """
-        _check_passes([report["passes"] for report in reports])
-        notes = check_replicas(sketched.tensors, reports)
-        notes |= _check_plain(sketched, reports, is_first=is_first)
+        _check_passes([each["passes"] for each in digests])
+        notes = check_replicas(sketched.tensors, digests)
+        notes |= _check_plain(sketched, digests, is_first=is_first)
         for name, note in notes.items():
             if name not in self._noted:
                 self._noted.add(name)
@@ -59,11 +59,11 @@ def _check_passes(passes: Sequence[Sequence[Sequence[int]]]) -> None:
             raise ReplicasDifferError(msg)
 
 
-def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Digests]) -> dict[str, str]:
-    """Compare the reports of all ranks; return, by object, what differs and may do so."""
+def check_replicas(tensors: Mapping[str, Tensors], digests: Sequence[Digests]) -> dict[str, str]:
+    """Compare the digests of all ranks; return, by object, what differs and may do so."""
     notes = {}
     for name, own in tensors.items():
-        structures = [report["structures"].get(name) for report in reports]
+        structures = [each["structures"].get(name) for each in digests]
         for rank, structure in enumerate(structures):
             if structure != structures[0]:
                 msg = (
@@ -72,28 +72,28 @@ def check_replicas(tensors: Mapping[str, Tensors], reports: Sequence[Digests]) -
                     "every rank"
                 )
                 raise InvalidParamsError(msg)
-        of_ranks = [_split(report["digests"].get(name, "")) for report in reports]
+        of_ranks = [_split(each["digests"].get(name, "")) for each in digests]
         if any(len(each) != len(own.names) for each in of_ranks):
             continue  # no module: what isn't a tensor differs as well
-        if all(digests == of_ranks[0] for digests in of_ranks):
+        if all(found == of_ranks[0] for found in of_ranks):
             continue
-        places = [report["computes_on"] for report in reports]
-        _refuse_drifted(name, own, of_ranks, places)
+        devices = [each["computes_on"] for each in digests]
+        _refuse_drifted(name, own, of_ranks, devices)
         differing = [i for i in range(len(own.names)) if len({each[i] for each in of_ranks}) > 1]
         notes[name] = _note(name, own, of_ranks, differing)
     return notes
 
 
-def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool) -> dict[str, str]:
+def _check_plain(sketched: Sketch, digests: Sequence[Digests], *, is_first: bool) -> dict[str, str]:
     """Compare what isn't a tensor; return what is suspicious and not refused, by object."""
     notes = {}
     for name, own in sketched.plain.items():
-        others = [report["plain"].get(name, {}) for report in reports]
+        others = [each["plain"].get(name, {}) for each in digests]
         # What only rank 0 changes, such as a history of what it evaluates, is its own.
         differing = [
             rank
             for rank, other in enumerate(others)
-            if other != own and name not in reports[rank]["unchanged"]
+            if other != own and name not in digests[rank]["unchanged"]
         ]
         if not differing:
             continue
@@ -101,8 +101,8 @@ def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool
         for each in differing:
             # Of an optimizer floats count as well.
             pairs = [(own.get(key, ""), others[each].get(key, "")) for key in [*own, *others[each]]]
-            is_same_place = reports[each]["computes_on"] == reports[0]["computes_on"]
-            if is_same_place and any(one.split()[-1:] != two.split()[-1:] for one, two in pairs):
+            is_same_device = digests[each]["computes_on"] == digests[0]["computes_on"]
+            if is_same_device and any(one.split()[-1:] != two.split()[-1:] for one, two in pairs):
                 rank, is_proved = each, True
                 break
         other = others[rank]
@@ -120,13 +120,13 @@ def _check_plain(sketched: Sketch, reports: Sequence[Digests], *, is_first: bool
 
 
 def _refuse_drifted(
-    name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], places: Sequence[str]
+    name: str, own: Tensors, of_ranks: Sequence[Sequence[bytes]], devices: Sequence[str]
 ) -> None:
     """Raise ReplicasDifferError if ranks that compute on the same have other weights."""
     odd: dict[int, list[int]] = {}  # ranks by the tensor
     for i in sorted(own.trained):
-        for place in dict.fromkeys(places):
-            ranks = [rank for rank, there in enumerate(places) if there == place]
+        for device in dict.fromkeys(devices):
+            ranks = [rank for rank, there in enumerate(devices) if there == device]
             odd.setdefault(i, []).extend(_odd_ones({r: of_ranks[r][i] for r in ranks}))
     odd = {i: sorted(ranks) for i, ranks in odd.items() if ranks}
     if not odd:

@@ -1,4 +1,4 @@
-"""What a rank reports of its tracked objects at a save, for `comparison` with the other ranks'.
+"""What a rank holds of its tracked objects at a save, for `comparison` with the other ranks'.
 
 A rank sums each large tensor down to a 63rd during the step, which reads it once at the speed of
 memory, on the device where it is; a thread hashes the sums. A single flipped bit always changes
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -30,8 +30,19 @@ _SMALL_BYTES = 2**16
 DIGEST_BYTES = 8
 _FLOATS = {float, complex}
 
-Digests = Mapping[str, Any]
-"""What `Sketch.digests` returned on a rank."""
+
+class Digests(TypedDict):
+    """What a rank holds, for a comparison by equality: a `Sketch` of which nothing is on its way.
+
+    Its keys are the fields of `Sketch`; in `digests` are those of the sums, as base64.
+    """
+
+    digests: dict[str, str]
+    structures: dict[str, str]
+    plain: dict[str, dict[str, str]]
+    unchanged: list[str]
+    passes: Sequence[Sequence[int]]
+    computes_on: str
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,14 @@ class Sketch:
                 found += hashed.digest(length=DIGEST_BYTES)
                 start = end
             digests[name] = b64encode(found).decode()
-        report = {"digests": digests, "structures": self.structures, "plain": self.plain}
-        report |= {"unchanged": self.unchanged, "passes": self.passes}
-        return {**report, "computes_on": self.computes_on}
+        return {
+            "digests": digests,
+            "structures": self.structures,
+            "plain": self.plain,
+            "unchanged": self.unchanged,
+            "passes": self.passes,
+            "computes_on": self.computes_on,
+        }
 
 
 @torch.no_grad()

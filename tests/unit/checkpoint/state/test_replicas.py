@@ -51,8 +51,8 @@ class Net(nn.Module):
         return name
 
 
-def report_of(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -> Any:
-    """Return rank 0's sketch of the objects, and a rank's report of them."""
+def sketched(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -> Any:
+    """Return rank 0's sketch of the objects, and a rank's digests of them."""
     found = sketch(objects, Replicas(wrapped or []))
     return found, found.digests()
 
@@ -60,14 +60,14 @@ def report_of(objects: dict[str, Any], wrapped: list[nn.Module] | None = None) -
 def test_every_flipped_bit_is_found() -> None:
     """1,000 of 1,000, of parameters of any kind, each with its tensor's name."""
     net, chance = Net(), random.Random(1)
-    own, report = report_of({"model": net})
+    own, found = sketched({"model": net})
     names = own.tensors["model"].names
-    whole = report["digests"]["model"]
+    whole = found["digests"]["model"]
     num_found = 0
     for _ in range(1000):
         flipped = copy.deepcopy(net)
         name = flipped.flip(chance)
-        digests = report_of({"model": flipped})[1]["digests"]["model"]
+        digests = sketched({"model": flipped})[1]["digests"]["model"]
         pairs = zip(comparison._split(whole), comparison._split(digests), strict=True)
         differing = [names[i] for i, (one, other) in enumerate(pairs) if one != other]
         num_found += differing == [name]
@@ -80,10 +80,10 @@ def test_the_layout_of_equal_weights_does_not_count() -> None:
     with torch.no_grad():
         other.weight.data = net.weight.detach().t().contiguous().t()
         other.bias.copy_(net.bias)
-    first, second = (report_of({"model": each})[1]["digests"] for each in (net, other))
+    first, second = (sketched({"model": each})[1]["digests"] for each in (net, other))
     assert first == second
     other.bias = nn.Parameter(other.bias.detach()[None])
-    assert report_of({"model": other})[1]["digests"] != first
+    assert sketched({"model": other})[1]["digests"] != first
 
 
 def test_orders_and_signs_count() -> None:
@@ -92,18 +92,18 @@ def test_orders_and_signs_count() -> None:
     for dtype in (torch.float32, torch.float64, torch.int64):
         x = torch.arange(1, 100_001).to(dtype)
         net.x = nn.Parameter(x, requires_grad=False)
-        before = report_of({"model": net})[1]["digests"]
+        before = sketched({"model": net})[1]["digests"]
         for changed in (x[torch.randperm(100_000)], -x, x.roll(100_000 // 63)):
             net.x.data = changed
-            assert report_of({"model": net})[1]["digests"] != before
+            assert sketched({"model": net})[1]["digests"] != before
 
 
 def test_what_has_no_values_yet_is_no_difference() -> None:
     """Lazy modules before their first forward pass, weights on the meta device, sparse ones."""
     lazy = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2, device="meta"))
     lazy.sparse = nn.Parameter(torch.eye(2).to_sparse())
-    own, report = report_of({"model": lazy}, [lazy])
-    Comparison().check(own, [report, report_of({"model": lazy}, [lazy])[1]])
+    own, found = sketched({"model": lazy}, [lazy])
+    Comparison().check(own, [found, sketched({"model": lazy}, [lazy])[1]])
 
 
 def drifted(net: nn.Module) -> nn.Module:
@@ -122,9 +122,9 @@ def compare(
     **fields: Any,
 ) -> None:
     """Compare what ranks track, of which rank 0 gave some to ctx.wrap; the last one with other
-    fields of its report."""
-    own, report = report_of(first, [first[name] for name in wrapped])
-    reports = [report, *(report_of(each)[1] for each in others)]
+    fields of its found."""
+    own, found = sketched(first, [first[name] for name in wrapped])
+    reports = [found, *(sketched(each)[1] for each in others)]
     Comparison().check(own, [*reports[:-1], {**reports[-1], **fields}], is_first=is_first)
 
 
@@ -224,11 +224,11 @@ def test_what_may_differ_raises_nothing(case: str) -> None:
 def test_what_may_differ_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Since the checkpoint has rank 0's."""
     net = nn.Linear(2, 2)
-    own, report = report_of({"ema": net})
-    other = report_of({"ema": drifted(net)})[1]
+    own, found = sketched({"ema": net})
+    other = sketched({"ema": drifted(net)})[1]
     comparison = Comparison()
     for _ in range(2):
-        comparison.check(own, [report, report, other])
+        comparison.check(own, [found, found, other])
     (said,) = caplog.messages
     assert said.startswith(
         "'ema' isn't the same on all ranks: weight differs on rank 2 from rank 0"
@@ -348,8 +348,8 @@ PASSES = {
 def test_ranks_that_summed_other_numbers_of_passes_are_named(case: str) -> None:
     """With the first step in which they did; equal numbers are no difference."""
     passes, said = PASSES[case]
-    own, report = report_of({})
-    reports = [{**report, "passes": each} for each in passes]
+    own, found = sketched({})
+    reports = [{**found, "passes": each} for each in passes]
     with pytest.raises(ReplicasDifferError, match=said):
         Comparison().check(own, reports)
     Comparison().check(own, [reports[0]] * 3)
