@@ -73,8 +73,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         shuffle_buffer: largest number of rows in a window. A larger row group is a window by
             itself. A rank holds up to two windows in memory.
         local_copy: decode all rows into a copy on a local disk. True: below `XDG_CACHE_HOME`, else
-            `~/.cache`. A path: in this folder. The copy is made again if a file or an argument
-            changes. If the disk has too little room, copies that no process uses are removed.
+            `~/.cache`. A path: in this folder. If a file or an argument changes, another
+            copy is made. If the disk has too little room, copies that no process uses are removed.
         storage: the storage to read from, with its credentials.
         anonymous: send unsigned requests, for public data.
         endpoint_url: URL of an S3 store other than AWS.
