@@ -41,6 +41,7 @@ CHANGES = {
             2,
             "resuming from the checkpoint of step 80",
             id="its value isn't kept",
+            marks=pytest.mark.more,
         ),
     ],
 )

@@ -74,6 +74,7 @@ def test_a_model_is_registered_once_with_its_card(
     assert json.loads(ours["options"]) == card["options"]
 
 
+@pytest.mark.more
 def test_without_the_variable_nothing_is_registered(server: MlflowServer, tmp_path: Path) -> None:
     """A model whose files were deleted is an error, which doesn't keep the rest from MLflow."""
     storage = copied(tmp_path / "store")
