@@ -12,10 +12,9 @@ import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
-from prefect_torch_ddp.checkpoint.gather import FATAL, Gatherer, SaveCost
+from prefect_torch_ddp.checkpoint.gather import FATAL, Gatherer, RankMetrics, RankSave, SaveCost
 from prefect_torch_ddp.checkpoint.keys import file_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.rank_save import RankMetrics, RankSave
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, tell_rank_0
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from prefect_torch_ddp.checkpoint import rank_save
+from prefect_torch_ddp.checkpoint import gather
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
@@ -110,7 +110,7 @@ def test_a_storage_that_the_hosts_do_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 commits nothing, and the error names the hosts with separate folders."""
-    monkeypatch.setattr(rank_save, "LOOK_S", 0.0)
+    monkeypatch.setattr(gather, "LOOK_S", 0.0)
     storages = [DirectoryStorage(tmp_path / name) for name in ("a", "b")]
     ranks = ranks_of(storages)
     save(ranks, [ON_RANK_0] * 2)
