@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.commit import Committer
@@ -183,7 +183,8 @@ class Gatherer:
         metrics, intervals = _mean_metrics(saves)
         if sketched is not None:
             is_first = not self._resumes and self._committer.last is None
-            digests = [save.replicas for save in saves if save.replicas is not None]
+            # A rank without its digests fails the save; leaving it out would compare nothing.
+            digests = [cast("Digests", save.replicas) for save in saves]
             self._comparison.check(sketched, digests, is_first=is_first)
         if manifest.world_size > 1 and self._committer.last is None:
             _refuse_unshared(self._storage, manifest, saves)  # it is shared or it isn't
