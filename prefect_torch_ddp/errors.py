@@ -283,7 +283,9 @@ class GangError(PrefectTorchDdpError):
 
 @exported_by("prefect_torch_ddp")
 class NotEnoughWorkersError(GangError):
-    """The cluster has too few workers, or they stayed busy. The message gives both numbers.
+    """The cluster has too few workers, or they stayed busy.
+
+    The message says how many workers there are and how many are needed, or that there are none.
 
     Example:
         Use fewer ranks if the cluster is small:
@@ -299,7 +301,9 @@ class NotEnoughWorkersError(GangError):
 
 @exported_by("prefect_torch_ddp")
 class VersionConflictError(GangError):
-    """Caller and workers have incompatible versions of a package. The message names both.
+    """Caller and workers, or two workers, have incompatible versions of a package.
+
+    The message names the package, the versions and who has them.
 
     Example:
         Tell the user to make the environments equal:
@@ -446,10 +450,10 @@ _LONG_STEPS = (
 
 @exported_by("prefect_torch_ddp")
 class GangHungError(_LongError):
-    """Ranks were alive but made no progress. The message says which did not arrive, and where.
+    """Ranks were alive but made no progress. The message says which ranks the others wait for.
 
-    `ranks` are the ranks that did not arrive and `hosts` their hosts. `stacks` has the stacks of
-    all threads of each rank that answered.
+    It also says where in the code these ranks are. `ranks` are their numbers and `hosts` their
+    hosts. `stacks` has, by rank, the stacks of all threads of each rank that answered.
 
     Example:
         Write down where the late ranks are in the code:

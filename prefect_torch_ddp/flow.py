@@ -45,6 +45,8 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         StorageError: the storage can't be used; also raised before a rank starts.
         RankFailedError: a rank failed in the last attempt. The message names the rank, host,
             attempt and cause.
+        GangError: the gang failed in another way, such as GangHungError or NotEnoughWorkersError.
+        CheckpointError: a checkpoint can't be written or restored, or `train` tracked nothing.
         CancelledRun: the run was cancelled by Ctrl-C, SIGTERM or Prefect. All ranks stopped after
             the same step and wrote its checkpoint.
 

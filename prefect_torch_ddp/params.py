@@ -57,6 +57,9 @@ Reference = Annotated[str, BeforeValidator(_text_of_path), Field(min_length=1)]
 class Params(BaseModel):
     """The base of all parameter models: frozen, and an unknown name is an error.
 
+    An unknown name or an invalid value raises pydantic's ValidationError, which is a ValueError.
+    `read_options`, `ddp_task` and `run_gang` raise InvalidParamsError instead.
+
     Example:
         The options of your own workload:
 
@@ -142,12 +145,12 @@ class GangParams(Params):
     free workers are added at its start and after each checkpoint, without using up a restart.
     Empty: the training doesn't grow."""
     max_restarts: CountOrZero = 0
-    """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
-    count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
-    in a row are not tried again."""
+    """Largest number of times that a failed gang is restarted immediately, on warm workers, before
+    Prefect's retries count. A cancel, an ImportError or SyntaxError, and the same exception at the
+    same step twice in a row are not tried again."""
     workers_timeout_s: Seconds = 60.0
-    """Seconds to wait until the cluster has enough workers. `train_flow` also waits so long for the
-    first worker, except with `cluster_class`: a queued job may take any time."""
+    """Seconds to wait until the cluster has enough workers. `train_flow` waits for the first worker
+    for the same time, except with `cluster_class`: a queued job may take any time."""
     queue_timeout_s: Seconds | None = None
     """Seconds to wait for workers that are busy. Empty: no limit."""
     rendezvous_timeout_s: Seconds = 300.0
@@ -158,8 +161,9 @@ class GangParams(Params):
     collective, a report or `report_progress()`. While ranks use the CPU or the disk, the limit is
     ten times as long. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
-    """Seconds that cancelled ranks have to stop after the same step and save it. Prefect gives a
-    run 30 s. Ranks that haven't begun `ctx.steps`, or called `ctx.due`, are killed at once."""
+    """Seconds that cancelled ranks have to stop after the same step and save it. Choose less than
+    30, since Prefect kills the process of a cancelled run after 30 s. If no rank has begun
+    `ctx.steps` or called `ctx.due`, the ranks are killed immediately."""
     resources: Mapping[str, float] | None = None
     """Dask resources that the gang reserves on each of its workers, e.g. `{"GPU": 1}`. Workers
     without them aren't used."""
@@ -172,8 +176,9 @@ class GangParams(Params):
     preload: tuple[str, ...] | None = None
     """Installed packages that each fork server imports once, before it forks ranks, e.g.
     `("transformers",)`, so that ranks start sooner. All ranks then share what the package read from
-    the environment and drew at import. Empty: PIL and torchvision, if the module of the function,
-    or the workload, imports them at its top, before any of your other code runs."""
+    the environment, and the random numbers that it drew, at import. Empty: PIL and torchvision, if
+    the module of the function, or the workload, imports them at its top, before any of your other
+    code runs."""
 
     def options_of_gang(self) -> GangOptions:
         """Return those that `run_gang` takes by keyword."""
@@ -239,8 +244,8 @@ class CheckpointParams(Params):
 
     every_s: Seconds | Literal["auto"] | None = "auto"
     """Seconds between two checkpoints. auto: 2 to 60 s, adapted during the training so that
-    checkpoints cost at most 1 % of its time; more than that if a single one costs more than 0.6 s.
-    Empty: no checkpoints by time."""
+    checkpoints cost at most 1 % of its time (a larger share only if a single one costs more than
+    0.6 s). Empty: no checkpoints by time."""
     every_steps: Count | None = None
     """A checkpoint after every so many optimizer steps, in addition to those by time."""
     every_epochs: Count | None = None
@@ -314,9 +319,9 @@ class ContextParams(GangParams):
     trackers: Annotated[
         Sequence[TrackerName], AfterValidator(lambda given: tuple(dict.fromkeys(given)))
     ] = ()
-    """Experiment trackers that a process next to the flow keeps up to date with the run. Their
-    settings are read from the environment of the flow, such as MLFLOW_TRACKING_URI and
-    TENSORBOARD_LOGGING_DIR."""
+    """Experiment trackers, of "mlflow" and "tensorboard", that a process next to the flow keeps up
+    to date with the run. Their settings are read from the environment of the flow, such as
+    MLFLOW_TRACKING_URI and TENSORBOARD_LOGGING_DIR."""
 
     @model_validator(mode="after")
     def _check_determinism(self) -> Self:
@@ -425,8 +430,8 @@ class TrainParams(ContextParams):
     retry_delay_s: Annotated[float, Field(ge=0)] = 5.0
     """Seconds before a retry."""
     max_restarts: CountOrZero = 2  # a workload resumes; any other function would run twice
-    """How often a failed training is restarted at once, on warm workers, before Prefect's retries
-    count."""
+    """Largest number of times that a failed training is restarted immediately, on warm workers,
+    before Prefect's retries count."""
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:

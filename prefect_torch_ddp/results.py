@@ -68,8 +68,8 @@ class DatasetReport(Result):
     """
 
     dataset_id: str
-    """Digest of the workload's prepare, its options and its source version: the same id, the
-    same data."""
+    """Digest of the workload's prepare, its options and the version of the raw data: the same id,
+    the same data."""
     uri: str
     num_files: int
     num_bytes: int
@@ -135,7 +135,7 @@ class Report(Result):
     accuracy: float | None = None
     """Share of correct predictions, 0 to 1."""
     loss: float | None = None
-    """Mean over all samples."""
+    """Mean over all samples; from a `LanguageMeter`, over all tokens."""
     classes: tuple[ClassScore, ...] = ()
     confusion_matrix: tuple[tuple[int, ...], ...] = ()
     """Row: true class, column: predicted class; square, in the order of `classes`."""
@@ -144,8 +144,8 @@ class Report(Result):
     worst_samples: Annotated[tuple[WorstSample, ...], Field(max_length=MAX_WORST_SAMPLES)] = ()
     """The samples with the highest losses, the worst first."""
     texts: dict[str, str] = {}
-    """Texts by title for the run's page, such as what a model generated. The page shows 4,000
-    characters of each, and of eight at most."""
+    """Texts by title for the run's page, such as what a model generated. The page shows eight texts
+    at most, and the first 4,000 characters of each."""
 
     @property
     def score(self) -> str:
@@ -168,7 +168,9 @@ class Report(Result):
 
 @exported_by("prefect_torch_ddp")
 class EpochRow(Result):
-    """One epoch of training: every metric averaged over all samples of all ranks.
+    """One epoch of training: the mean of every metric over all ranks, weighted by their samples.
+
+    In validation metrics (`val_loss`), all records have the same weight.
 
     Example:
         The loss of each epoch:
@@ -281,8 +283,8 @@ class EpochLedger(Result):
     num_samples: int
     """Number of different samples that were trained on."""
     num_draws: int = 0
-    """Number of draws, by weights or by your own order, that were trained on. Some of them may be
-    missing or repeated. 0 if samples aren't drawn, but due once each."""
+    """Number of draws, by weights or by your own order, that were trained on. A sample may be drawn
+    several times, or not at all. 0 if samples aren't drawn, but due once each."""
     num_draws_due: int = 0
     """Number of draws in a whole epoch."""
     num_total: int
@@ -295,8 +297,9 @@ class EpochLedger(Result):
     num_left_out: int = 0
     """Number of samples in the tail that `drop_last` left out."""
     num_missing: int = 0
+    """Number of samples, or draws, that were due and weren't trained on."""
     missing: tuple[int, ...] = ()
-    """Some of their ids; empty if these aren't known."""
+    """Some of the missing samples' ids; empty if these aren't known."""
     num_repeated: int = 0
     """Number of samples, or draws, that were trained on more than once."""
     repeated: tuple[int, ...] = ()
@@ -389,7 +392,8 @@ class Goodput(Result):
     run_id: str
     num_attempts: int
     wall_s: float
-    """From the start of the first attempt to the end of the last one; until now while it trains."""
+    """From the start of the first attempt to the end of the last one; while it trains, to the last
+    record."""
     steps_s: float = 0.0
     """Useful optimizer steps: forward, backward, waiting for peers, the update."""
     redone_s: float = 0.0
@@ -407,7 +411,8 @@ class Goodput(Result):
     data_s: float = 0.0
     """Waiting for the next batch."""
     other_s: float = 0.0
-    """Code outside of `ctx.steps` that no loop followed, such as your own loop."""
+    """Code after the last `ctx.steps`; all code of a rank that never begins one, such as your own
+    loop."""
     core_hours: float = 0.0
     """Hours times the processors that the ranks could use, from their launch to their last record.
     A processor that several ranks of a host may use counts once. In a batch job these are usually

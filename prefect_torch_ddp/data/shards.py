@@ -28,7 +28,7 @@ class Sharded(Protocol):
     """What a dataset without `__getitem__` needs for `ctx.loader`: shards of known sizes.
 
     They are equal on all ranks. An attribute `shuffle_buffer` may say how many samples are
-    shuffled among one another, and are in memory for it.
+    shuffled among one another, and are in memory for it. Default: 1,024.
 
     Example:
         Samples in two shards, which could be files:

@@ -66,7 +66,7 @@ class RankFailure(GangEvent):
     summary: str
     """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
     is_collateral: bool = False
-    """Whether it looks like a consequence: of a connection that a peer closed."""
+    """Whether it looks like a consequence of another rank's failure: a peer closed a connection."""
     traceback_text: str = ""
     """The formatted traceback of its exception; empty if there is none."""
     exception_type: str = ""
@@ -74,7 +74,7 @@ class RankFailure(GangEvent):
     exception_pickle: bytes | None = None
     """The exception, if it can be unpickled elsewhere."""
     exit_code: int | None = None
-    """Of its process, if that left by itself."""
+    """Exit code of its process, if the process ended by itself."""
     signal: int | None = None
     """Number of the signal that killed it."""
     stderr_tail: tuple[str, ...] = ()
@@ -82,7 +82,8 @@ class RankFailure(GangEvent):
     step: int | None = None
     """The optimizer step under way, or the last one; None before the first."""
     retryability: Retryability = "transient"
-    """Whether another attempt may end differently."""
+    """Whether another attempt may end differently. "open": it may end in the same way. "hopeless":
+    it is bound to. "transient": the failure had nothing to do with the code."""
 
 
 @dataclass(frozen=True)

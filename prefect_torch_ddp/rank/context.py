@@ -130,7 +130,10 @@ class RankContext:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
+        """Whether all ranks have agreed to stop; `steps` has then ended by itself.
+
+        On a single rank it is true from `request_stop` on, also within `steps`.
+        """
         # Not what the caller asks of only one rank, before `steps` has met it: code that left its
         # loop then would end as one that is done, while the gang was to continue with more ranks.
         return self._progress.has_stopped or (self.world_size == 1 and self._requests.wants_stop)
@@ -216,6 +219,10 @@ class RankContext:
             model: equal on all ranks. Its loss must be the mean over the local samples.
             **ddp_kwargs: arguments of DistributedDataParallel.
 
+        Returns:
+            A DistributedDataParallel. On one rank, with `determinism="elastic"`, or if no parameter
+            is trained: the model itself, which has no `.module`; `ddp_kwargs` then have no effect.
+
         Raises:
             InvalidParamsError: `process_group` has only some of the ranks, or the default process
                 group isn't initialized.
@@ -247,8 +254,8 @@ class RankContext:
         batches.
 
         Args:
-            dataset: a map-style dataset, a `data.table`, or an object with shards(),
-                num_samples(shard) and iter_shard(shard).
+            dataset: a map-style dataset, a `data.table`, a `data.array`, or an object with
+                shards(), num_samples(shard) and iter_shard(shard).
             global_batch_size: number of samples per step over all ranks together. A rank's batch
                 has its share of them, with shape [samples, ...]. Shares are equal if the number of
                 ranks divides the number of samples, otherwise they differ by one (with
@@ -412,9 +419,10 @@ class RankContext:
 
         Raises:
             InvalidParamsError: the loader differs from the checkpoint's, the ranks have different
-                datasets or arguments, calls are nested, or the code after finished calls made
-                fewer calls on resume. Also if the run has `determinism="elastic"` or
-                `ledger=True`, which need samples, and the loader isn't from `ctx.loader`.
+                datasets or arguments, calls are nested, or a resumed run ends before it reaches the
+                call of `steps` in which its checkpoint was made. Also if the run has
+                `determinism="elastic"` or `ledger=True`, which need samples, and the loader isn't
+                from `ctx.loader`.
             CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail"; or
                 a loader's state was saved by another number of ranks and `on_other_world_size` is
                 "refuse".
@@ -458,7 +466,8 @@ class RankContext:
         """Record metrics of this step; never waits for a rank, a device or the storage.
 
         All calls within a step make one record. Outside of `steps` each call makes a record. Ranks
-        may report different metrics: each is shown as the mean over the ranks that report it.
+        may report different metrics: each is shown as the mean over the ranks that report it,
+        weighted by their samples; in a validation metric (`val_loss`) all ranks have equal weights.
 
         Args:
             **metrics: numbers or 0-d tensors, such as `loss.mean()`; not yet averaged over ranks.
@@ -475,8 +484,8 @@ class RankContext:
         The report then shows the step and the time left. Errors, and metrics from `report`, carry
         the step's number. A gang that makes no progress for `progress_timeout_s` counts as hung. A
         call takes microseconds and doesn't wait: call it in each step, on every rank. After a
-        resume, pass the number of the step at which the loop continues; records from that step on
-        are withdrawn.
+        resume, pass the number of the step at which the loop continues: what earlier attempts
+        recorded of that step and of later ones no longer counts.
 
         Args:
             step: the current step, from 1, counted over all resumes.

@@ -46,7 +46,8 @@ class LocalOptions(TypedDict, total=False):
     restore_step: int | None
     """See stage."""
     determinism: Determinism
-    """"elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives."""
+    """"elastic" gives the same weights, to the last bit, as any number of ranks that divides
+    `virtual_ranks`."""
     virtual_ranks: int | None
     """See determinism."""
     ledger: bool

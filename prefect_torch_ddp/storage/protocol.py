@@ -193,7 +193,7 @@ class Storage(Readable):
         """Delete the object; deleting an absent one is no error."""
 
     def check_writable(self) -> None:
-        """Write, conditionally write, read, list and delete a small object.
+        """Write a small object if it is absent, try that again, and read, list and delete it.
 
         Raises:
             StorageError: the storage failed, or ignores the condition; says what to do.
@@ -224,7 +224,8 @@ class Storage(Readable):
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """See `Readable.list_objects`; reads each object, since its digest is the ETag.
 
-        A storage that knows when an object changed answers this faster, along with `read_many`.
+        A storage that knows its objects' ETags without reading them can override this to be
+        faster, and then `read_many` too, which compares the ETags.
         """
         for found in self.list(prefix):
             with suppress(ObjectNotFoundError):  # deleted meanwhile

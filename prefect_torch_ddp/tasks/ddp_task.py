@@ -91,6 +91,8 @@ def ddp_task(
 
     Raises:
         InvalidParamsError: an option is unknown or has an invalid value.
+        GangError: when the task is called: the gang failed; see `run_gang` for the subclasses.
+        StorageError: when the task is called: the storage can't be used.
 
     Example:
         A task that trains on two ranks, in your flow:

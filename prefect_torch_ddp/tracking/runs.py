@@ -37,7 +37,7 @@ def read_metrics(
 
     The columns before the metrics are step, epoch (from 1), rank, attempt, time (a timestamp in
     UTC) and num_samples. While the run trains, a new record can be read after 1 to 30 seconds; in
-    a long run, after a 64th of the run's age.
+    a long run, after a 64th of the run's age, at most five minutes.
 
     Args:
         storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of
@@ -45,7 +45,8 @@ def read_metrics(
         run_id: the name of its folder below `runs`.
         by: `record`: a row is a record of one rank. `step`: a row has the records of all ranks at
             a step, without the column rank. A metric is then the mean over the ranks, weighted by
-            their samples; validation metrics are weighted equally. num_samples is the sum over the
+            their samples; in validation metrics, whose names begin or end with `val`,
+            `validation`, `eval` or `test`, all have equal weights. num_samples is the sum over the
             ranks, and time is the latest.
         all_attempts: include the records of steps that a later attempt repeated or withdrew.
 

@@ -59,9 +59,11 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
         variables: names of the variables of a group to read. None: all except coordinates.
         window: number of positions in a sample, by dimension. By default a sample begins at each
             position, so samples overlap.
-        patch: number of positions in a sample, by dimension. By default samples don't overlap.
-        stride: distance between the begins of two samples: a number for the dimensions of
-            `window`, or a dict by dimension.
+        patch: number of positions in a sample, by dimension. By default samples don't overlap. The
+            end of a dimension that doesn't fill a window or patch is in no sample; the log and the
+            dataset's `left_out` say how much that is.
+        stride: distance from the beginning of one sample to that of the next: a number for the
+            dimensions of `window`, or a dict by dimension.
         select: the part to read, by dimension: a slice of coordinates that includes both ends, as
             in `xarray.Dataset.sel`; for a dimension without coordinates, a slice of positions.
         nan: what happens to a NaN. "refuse": an error when it is read. "keep": it stays. A number

@@ -58,8 +58,8 @@ class CachedReads(Readable):
     folder: Path
     """On a local disk; created if it doesn't exist, for this user only. `~` is expanded."""
     max_bytes: int = MAX_BYTES
-    """Of all storages in the folder together. A twentieth of the disk, at most 4 GiB, is left
-    free in any case."""
+    """Largest number of bytes in the folder, over the objects of all storages together. A twentieth
+    of the disk, at most 4 GiB, is left free in any case."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.storage, "read_many"):
@@ -82,7 +82,7 @@ class CachedReads(Readable):
         return self.storage.uri
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, those in the folder from there; a failure is that part's value."""
+        """Read all parts, from the folder if it has them; if one fails, its value is the error."""
         if not parts:
             return self.storage.read_many(parts)
         folder = folder_of(str(self.folder / "v1"), self.storage.identity, self.max_bytes)

@@ -38,11 +38,12 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 ) -> "Table | CopiedTable":
     """Return Parquet files as a dataset for `ctx.loader`.
 
-    By default a batch is a dict of tensors [rows] by column. With `features` and `target` a batch
-    is (x, y): x is float32 [rows, features]; y is [rows] for one target and [rows, targets] for
-    several. y is int64 for integers, booleans and categories, and float32 for floats. With
-    `features` but no `target`, a batch is x. Only the named columns are read. If you pass a
-    `collate_fn` to the loader, it is called with such a batch and returns the batch to use.
+    By default a batch is a dict of tensors [rows] by column, each with its column's dtype; unsigned
+    integers of 32 or 64 bits, and the codes of categories, become int64. With `features` and
+    `target` a batch is (x, y): x is float32 [rows, features]; y is [rows] for one target and
+    [rows, targets] for several. y is int64 for integers, booleans and categories, and float32 for
+    floats. With `features` but no `target`, a batch is x. Only the named columns are read. If you
+    pass a `collate_fn` to the loader, it is called with such a batch and returns the batch to use.
 
     The order is exact: each row comes once per epoch, in the same global batches for any number of
     ranks and loader workers. A resume in the middle of an epoch doesn't read earlier rows again.

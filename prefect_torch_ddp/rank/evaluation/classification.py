@@ -82,7 +82,7 @@ class ClassificationMeter:
             loss: the loss of each sample, shape [batch]. None: the cross entropy of the logits.
             images: the batch's images, [batch, channels, height, width]. The report shows those
                 with the highest losses as thumbnails. Images with floating values outside of 0 to
-                1, for example normalized ones, are rescaled there. None: no thumbnails.
+                1, for example normalized ones, are rescaled to this range. None: no thumbnails.
 
         Raises:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class RegressionMeter:
     """Measure errors on this rank; combine them exactly over all ranks.
 
-    Only `report` communicates, so ranks may update any number of times, also never.
+    Only `report` communicates, so each rank may call `update` any number of times, or never.
 
     Example:
         In `evaluate`, each rank with its share of the held-out data:
@@ -38,7 +38,7 @@ class RegressionMeter:
     """
 
     def __init__(self, num_outputs: int = 1) -> None:
-        """Start from zero; a sample has so many values."""
+        """Start from zero; each sample has `num_outputs` values."""
         if num_outputs < 1:
             msg = f"num_outputs is {num_outputs}; a sample has one value at least"
             raise InvalidParamsError(msg)
@@ -124,7 +124,7 @@ class LanguageMeter:
     """Sum up the loss of each token on this rank; average it exactly over all ranks.
 
     Every token weighs the same, however long its sequence and however many a rank has. Only
-    `report` communicates, so ranks may update any number of times, also never.
+    `report` communicates, so each rank may call `update` any number of times, or never.
 
     Example:
         In `evaluate`, with the next tokens as targets:

@@ -38,7 +38,8 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         Keyword arguments for `run_gang`: `name`, `attempt_log` and `on_event`.
 
     Raises:
-        InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
+        InvalidParamsError: it is called outside of a flow run, or `storage` names no storage.
+        StorageError: the storage can't be used.
 
     Example:
         In a flow, with a client of its cluster:
