@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp import read_metrics
+from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.clusters.sites import Site
 from tests.integration.test_manual import answers, terminal
@@ -84,3 +85,48 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
     jobs = [(project / name).read_text() for name in ("one_job.log", "flow_job.log")]
     assert [run.state for run in runs] == ["completed"] * 4, jobs
     assert all("accuracy" in job for job in jobs)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
+def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
+    site: Site, tmp_path: Path, prefect_api: str
+) -> None:
+    """At the signal before its end all ranks save, and the next job goes on there; after SIGTERM to
+    its script, which saves too, no job follows."""
+    port = int(prefect_api.removesuffix("/api").rpartition(":")[2])
+    (script,) = (
+        typed(found, tmp_path, port)
+        for found in BLOCK.findall(PAGES[0].read_text("utf-8"))
+        if (named := NAMED.match(found)) and named[1] == "one_job.sh"
+    )
+    (tmp_path / "one_job.sh").write_text(script.replace("latest &", "latest -o epochs=100000 &"))
+    storage = DirectoryStorage(tmp_path / "runs")
+
+    def trains(run: RunRecord) -> bool:
+        folder = tmp_path / "runs/runs" / run.run_id / "checkpoints"
+        return run.state == "training" and any(folder.glob("step-*"))
+
+    def states() -> list[str]:
+        return [
+            run.state for run in list_records(storage) if run.state != "training" or trains(run)
+        ]
+
+    subprocess.run(["sbatch", "one_job.sh"], cwd=tmp_path, check=True, capture_output=True)
+    wait_until(lambda: states() == ["training"], 4 * HANG_S, "the first job's checkpoint")
+    (first_job,) = site.job_ids()
+    site.call(*site.announce_end, first_job)
+    wait_until(
+        lambda: states() == ["training", "cancelled"], 4 * HANG_S, "the second job's checkpoint"
+    )
+    (second_job,) = site.job_ids()
+    site.call("scancel", "--batch", "--signal=TERM", second_job)
+    wait_until(lambda: not site.job_ids(), HANG_S, "the end of the second job")
+
+    log = (tmp_path / "one_job.log").read_text()
+    assert second_job != first_job, log
+    assert states() == ["cancelled", "cancelled"], log
+    second, first = list_records(storage)
+    assert first.checkpoint is not None
+    assert read_metrics(storage, second.run_id).step.min() == first.checkpoint.step + 1, log
