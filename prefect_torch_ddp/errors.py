@@ -147,7 +147,7 @@ class DamagedObjectError(StorageError):
     """The object's content doesn't match the digest written with it, however often it is read.
 
     Example:
-        Find the file that a disk has damaged, in a workload's `evaluate`:
+        Find the damaged object of a source in a bucket, in a workload's `evaluate`:
 
             from prefect_torch_ddp import DamagedObjectError
             from prefect_torch_ddp.data import read_files
@@ -222,7 +222,9 @@ class CorruptImageError(PrefectTorchDdpError):
 
 @exported_by("prefect_torch_ddp")
 class CheckpointError(PrefectTorchDdpError):
-    """A checkpoint can't be written or restored. The message names it and the object.
+    """A checkpoint can't be written or restored.
+
+    The message names the checkpoint, and the tracked object or stored file if only one is at fault.
 
     Example:
         A checkpoint that was deleted since it was listed:
@@ -529,7 +531,7 @@ class RankFailedError(_LongError):
         self.signal = failure.signal
         self.traceback_text = failure.traceback_text
         self.shown_traceback = failure.traceback_text.rstrip()
-        """What of it the error's text has. It doesn't cross processes."""
+        """The part of `traceback_text` that the error's text shows. It isn't pickled."""
 
     def as_final(self, why: str) -> Self:
         """Return the same error, which also says why no other attempt is made."""

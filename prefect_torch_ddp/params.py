@@ -133,7 +133,8 @@ class GangParams(Params):
     """Number of ranks; None takes `ranks_per_worker` for each worker."""
     ranks_per_worker: Count | None = None
     """Number of ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1.
-    For the local cluster that `train_flow` starts by itself: all ranks on its one worker."""
+    On the local cluster that `train_flow` starts by itself, all ranks are on its one worker, unless
+    `cluster` or `min_world_size` is set."""
     backend: Backend = "auto"
     """Collectives library. auto: if every rank has its own GPU, nccl for CUDA tensors and gloo for
     CPU tensors; otherwise only gloo, for example if ranks share a GPU."""
@@ -146,8 +147,8 @@ class GangParams(Params):
     Empty: the training doesn't grow."""
     max_restarts: CountOrZero = 0
     """Largest number of times that a failed gang is restarted immediately, on warm workers, before
-    Prefect's retries count. A cancel, an ImportError or SyntaxError, and the same exception at the
-    same step twice in a row are not tried again."""
+    one of Prefect's retries is used. A cancel, an ImportError or SyntaxError, and the same
+    exception at the same step twice in a row are not tried again."""
     workers_timeout_s: Seconds = 60.0
     """Seconds to wait until the cluster has enough workers. `train_flow` waits for the first worker
     for the same time, except with `cluster_class`: a queued job may take any time."""
@@ -161,8 +162,8 @@ class GangParams(Params):
     collective, a report or `report_progress()`. While ranks use the CPU or the disk, the limit is
     ten times as long. Empty: no limit."""
     stop_grace_s: Seconds = 20.0
-    """Seconds that cancelled ranks have to stop after the same step and save it. Choose less than
-    30, since Prefect kills the process of a cancelled run after 30 s. If no rank has begun
+    """Limit in seconds for cancelled ranks to stop after the same step and save it. Choose less
+    than 30, since Prefect kills the process of a cancelled run after 30 s. If no rank has begun
     `ctx.steps` or called `ctx.due`, the ranks are killed immediately."""
     resources: Mapping[str, float] | None = None
     """Dask resources that the gang reserves on each of its workers, e.g. `{"GPU": 1}`. Workers
@@ -176,12 +177,12 @@ class GangParams(Params):
     preload: tuple[str, ...] | None = None
     """Installed packages that each fork server imports once, before it forks ranks, e.g.
     `("transformers",)`, so that ranks start sooner. All ranks then share what the package read from
-    the environment, and the random numbers that it drew, at import. Empty: PIL and torchvision, if
-    the module of the function, or the workload, imports them at its top, before any of your other
-    code runs."""
+    the environment, and the random numbers that it drew, at import. Empty: PIL and torchvision,
+    each if the function's module, or the workload, imports it at the top of its file, above all
+    imports of your own modules and all code that runs something."""
 
     def options_of_gang(self) -> GangOptions:
-        """Return those that `run_gang` takes by keyword."""
+        """Return the options that `run_gang` takes by keyword."""
         return cast(
             "GangOptions", {name: getattr(self, name) for name in GangOptions.__annotations__}
         )
@@ -302,11 +303,12 @@ class ContextParams(GangParams):
     checkpoint: CheckpointParams = Field(default_factory=CheckpointParams)
     """When checkpoints are written, which are kept."""
     resume_from: str | None = None
-    """Run whose newest checkpoint this one starts from: its id, or its URI in another storage,
+    """The run from whose newest checkpoint this run starts: its id, or its URI in another storage,
     `s3://bucket/prefix/runs/ID`; append `/checkpoints/step-00000400` for a certain checkpoint.
     Or latest or best, which choose among the runs of this deployment, flow and workload (or task).
-    latest: the newest run, if it did not finish. best: the best completed run, of which only the
-    weights of modules are loaded. If there is no such run, the training starts from the
+    latest: the newest run that ended unfinished and has a checkpoint, if no later run finished.
+    best: the best completed run by `checkpoint.best_metric` (without one, the newest), of which
+    only the weights of modules are loaded. If there is no such run, the training starts from the
     beginning."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
@@ -431,7 +433,7 @@ class TrainParams(ContextParams):
     """Seconds before a retry."""
     max_restarts: CountOrZero = 2  # a workload resumes; any other function would run twice
     """Largest number of times that a failed training is restarted immediately, on warm workers,
-    before Prefect's retries count."""
+    before one of Prefect's retries is used."""
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:

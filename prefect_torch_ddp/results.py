@@ -168,9 +168,10 @@ class Report(Result):
 
 @exported_by("prefect_torch_ddp")
 class EpochRow(Result):
-    """One epoch of training: the mean of every metric over all ranks, weighted by their samples.
+    """One epoch of training: the mean of every metric over its steps and all ranks.
 
-    In validation metrics (`val_loss`), all records have the same weight.
+    Values are weighted by their number of samples; those of validation metrics (`val_loss`) all
+    have the same weight.
 
     Example:
         The loss of each epoch:
@@ -415,8 +416,8 @@ class Goodput(Result):
     loop."""
     core_hours: float = 0.0
     """Hours times the processors that the ranks could use, from their launch to their last record.
-    A processor that several ranks of a host may use counts once. In a batch job these are usually
-    the job's own. 0 if they aren't known."""
+    A processor that several ranks of a host may use counts once. In a batch job these processors
+    are usually the job's own. 0 if they aren't known."""
     gpu_hours: float = 0.0
     """Hours times the GPUs of the ranks, in the same way."""
 

@@ -208,8 +208,8 @@ class RankContext:
 
         As under plain DDP, a second backward pass through the same forward pass isn't summed over
         the ranks, and a warning says so. Call `backward` once, on the sum of all losses and
-        penalties. An optimizer's step raises InvalidParamsError if the ranks have never summed one
-        of its gradients. Gradients of passes within `no_sync` aren't checked.
+        penalties. An optimizer's step raises InvalidParamsError if it uses a gradient that the
+        ranks have never summed. Gradients of passes within `no_sync` aren't checked.
 
         Copies (`copy.deepcopy`, `AveragedModel`) are weighted in the same way. Copying and forward
         passes involve no communication, so a single rank may do them. Plain DDP sends rank 0's
@@ -563,10 +563,10 @@ class RankContext:
         """Put a folder's files into the run's storage as the checkpoint of a step.
 
         The checkpoint is written in the background. It is valid once the files of all ranks are
-        stored; until then the previous checkpoint is. Call it on every rank, with the same name of
-        the folder: its path in `checkpoint_folder`, or else its last component. You may delete the
-        folder at once, but don't change its files: make a new folder for each step. Files are
-        copied as they are, never unpickled.
+        stored; until then the previous checkpoint is. Call it on every rank, with a folder of the
+        same name. The name of a folder in `checkpoint_folder` is its path there; that of any other
+        folder is its last component. You may delete the folder at once, but don't change its files:
+        make a new folder for each step. Files are copied as they are, never unpickled.
 
         Args:
             folder: the folder with this rank's files, at any depth.
@@ -596,8 +596,9 @@ class RankContext:
                 break
 
         A checkpoint is due at the intervals of `CheckpointParams`, at a stop, and after
-        `checkpoint(force=True)`. A stop is due at the next step after a cancel, the walltime,
-        SIGTERM or `request_stop`. A call uses no collective and takes microseconds.
+        `checkpoint(force=True)`. A stop is due at the next step after a cancel, SIGTERM or
+        `request_stop`, and shortly before a batch job reaches its time limit. A call uses no
+        collective and takes microseconds.
 
         Args:
             step: the step that ended, from 1, counted over all attempts. Call `due` once in each

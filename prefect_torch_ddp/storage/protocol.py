@@ -85,7 +85,8 @@ class ObjectPart:
     start: int | None = None
     """Offset of the range in bytes. None: the whole object."""
     etag: str | None = None
-    """The listed etag; if it has changed, the value is an `ObjectChangedError`. None: any."""
+    """The listed etag. If the object has another one now, `read_many` returns an
+    `ObjectChangedError` instead of the bytes. None: it isn't compared."""
 
 
 Contents: TypeAlias = list[bytes | StorageError]
@@ -126,10 +127,11 @@ class Readable(ABC):
         """Yield every object whose name begins with the string `prefix`, sorted by name."""
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield what `list_objects` yields, or for a folder's contents only the folder's name.
+        """Yield what `list_objects` yields, but a folder's name in place of all objects in it.
 
-        The name ends with a slash. A storage that can list single folders yields such names, so
-        that the caller can list several folders concurrently. By default all objects are yielded.
+        The name begins with `prefix` and ends with a slash. A storage that can list single folders
+        yields such names, so that the caller can list several folders concurrently. By default all
+        objects are yielded.
         """
         return self.list_objects(prefix)
 
@@ -196,7 +198,8 @@ class Storage(Readable):
         """Write a small object if it is absent, try that again, and read, list and delete it.
 
         Raises:
-            StorageError: the storage failed, or ignores the condition; says what to do.
+            StorageError: the storage failed, or the second write replaced the object; says what to
+                do.
         """
         key, first = f"probes/{uuid.uuid4().hex}", b"first"
         try:
@@ -260,9 +263,10 @@ class Storage(Readable):
         return None
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Drop what killed writers left below `prefix` that is in no listing and can't be read.
+        """Delete unfinished writes below `prefix`, whose writers were killed.
 
-        Only objects for which `is_over(key)` is true: nobody writes them any more.
+        They are in no listing and can't be read. Delete only those of objects for which
+        `is_over(key)` is true: nobody writes these any more.
         """
 
 

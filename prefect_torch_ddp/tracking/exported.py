@@ -52,9 +52,9 @@ def export_records(  # noqa: PLR0913 - all but where to have defaults
 
     `rank-00000.jsonl` has a line for each record of rank 0, with the columns of
     `read_metrics(by="record")`. `metrics.csv` and `metrics.parquet` are
-    `read_metrics(by="step")`. Records of steps that a later attempt repeated are in none of these
-    files. Times are in UTC. In JSON, nan and infinity are texts. Each file is replaced as a whole,
-    so a reader never sees a part of one.
+    `read_metrics(by="step")`. Superseded records are left out, as in `read_metrics`. Times are in
+    UTC. In JSON, nan and infinity are texts. Each file is replaced as a whole, so a reader never
+    sees a part of one.
 
     Args:
         storage: where the run is, as for `read_metrics`.

@@ -48,7 +48,8 @@ def read_metrics(
             their samples; in validation metrics, whose names begin or end with `val`,
             `validation`, `eval` or `test`, all have equal weights. num_samples is the sum over the
             ranks, and time is the latest.
-        all_attempts: include the records of steps that a later attempt repeated or withdrew.
+        all_attempts: include superseded records: those that earlier attempts made of the step at
+            which a later attempt began, and of the steps after it.
 
     Raises:
         InvalidParamsError: there is no such run, `by` is invalid, or pandas isn't installed.
@@ -76,8 +77,8 @@ def read_metrics(
 def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     """Check the ledger of a run: the samples of each epoch, over all its attempts.
 
-    Steps that a later attempt repeated or withdrew don't count. This needs one byte of memory for
-    each sample and epoch.
+    From the step at which a later attempt began, the steps of earlier attempts don't count. The
+    check needs one byte of memory for each sample and epoch.
 
     Args:
         storage: where the run is, as for `read_metrics`.

@@ -72,11 +72,13 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             names them. "fill": they have the array's fill value. With xarray this may be NaN, to
             which `nan` then applies.
         normalize: whether values become (value - mean) / std, as float32, or as float64 if they
-            are float64. True: by the statistics that Dask wrote with the dataset for `prepare`,
-            which are over all of it, regardless of `select`. A dict has (mean, std) by variable;
-            other variables stay as they are. A std of 0 counts as 1. `nan` is applied first.
-        numbered: whether a batch also has the numbers of its samples, int64 [samples], as `index`
-            or as a second tensor. `dataset.where(number)` returns where a sample lies.
+            are float64. True: by the mean and std in the dataset's folder. They are there if
+            `prepare` returned Dask arrays, and are those of the whole dataset, regardless of
+            `select`. A dict has (mean, std) by variable; other variables stay as they are. A std of
+            0 counts as 1. `nan` is applied first.
+        numbered: whether a batch also has the numbers of its samples, int64 [samples]: in a dict as
+            `index`; of a single array, the batch is then (values, numbers).
+            `dataset.where(number)` returns where a sample lies.
         shuffle_buffer: largest number of samples that are shuffled together. Up to twice as many
             are in memory. None: as many as take 128 MiB.
         storage: the storage to read from, with its credentials.

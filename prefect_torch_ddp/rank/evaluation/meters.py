@@ -98,8 +98,8 @@ class RegressionMeter:
 
         It is the same on all ranks. Its metrics are `mae`, `rmse` and `r2`, as scikit-learn
         defines them: the mean over the outputs. R² is left out if an output's targets are all
-        the same. With a prediction that was nan or infinite there is
-        `non_finite_predictions` instead, their number.
+        the same. If a prediction was nan or infinite, the report has only
+        `non_finite_predictions`, the number of such predictions.
 
         Raises:
             InvalidParamsError: no rank counted a sample; raised on every rank.

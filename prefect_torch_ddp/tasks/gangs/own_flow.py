@@ -24,7 +24,7 @@ from prefect_torch_ddp.tracking.recorder import RunRecorder
 @exported_by("prefect_torch_ddp")
 @contextmanager
 def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
-    """Give a `run_gang` of your own flow the report of a `ddp_task`; use it in a `with` statement.
+    """Show a `run_gang` of your own flow on a page, like a `ddp_task`; use it in a `with`.
 
     The run gets a page with its progress, a run record and events. The ranks' lines go to the run's
     log, and are kept in the storage.
