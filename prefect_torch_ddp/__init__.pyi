@@ -40,7 +40,7 @@ from prefect_torch_ddp.params import TrainParams as TrainParams
 from prefect_torch_ddp.protocol.events import GangEvent as GangEvent
 from prefect_torch_ddp.protocol.events import Hang as Hang
 from prefect_torch_ddp.protocol.events import RankFailure as RankFailure
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.context import RankContext as RankContext
 from prefect_torch_ddp.rank.context import current_context as current_context
 from prefect_torch_ddp.rank.evaluation.classification import (

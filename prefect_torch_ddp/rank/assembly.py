@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @exported_by("prefect_torch_ddp")
-class ContextParts:
+class ContextAssembly:
     """What one stage on one rank is made of; parts that load torch are made when needed."""
 
     def __init__(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
-from prefect_torch_ddp.rank.assembly import ContextParts
-from prefect_torch_ddp.rank.local import LocalOptions, local_parts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
+from prefect_torch_ddp.rank.local import LocalOptions, local_assembly
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -69,10 +69,10 @@ class RankContext:
                 ctx.report(loss=loss)
     """
 
-    def __init__(self, parts: ContextParts) -> None:
+    def __init__(self, assembly: ContextAssembly) -> None:
         """A rank's function receives a context; elsewhere call `RankContext.local()`."""
-        self.config = config = parts.config
-        info = parts.info
+        self.config = config = assembly.config
+        info = assembly.info
         # The manual shows these types.
         self.rank: int = info.rank
         self.world_size: int = info.world_size
@@ -84,8 +84,8 @@ class RankContext:
         self.stage = config.stage
         self.options: Mapping[str, Any] = config.options
         self.seed: int = config.seed
-        self._parts = parts
-        self._progress, self._requests = parts.progress, parts.requests
+        self._assembly = assembly
+        self._progress, self._requests = assembly.progress, assembly.requests
 
     @classmethod
     def local(
@@ -111,7 +111,7 @@ class RankContext:
             InvalidParamsError: an option has an invalid value; the message names it.
             TypeError: there is no such option.
         """
-        return cls(local_parts(data, options, seed, storage, chosen))
+        return cls(local_assembly(data, options, seed, storage, chosen))
 
     @property
     def step(self) -> int:
@@ -132,7 +132,7 @@ class RankContext:
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself.
 
-        On a single rank it is true from `request_stop` on, also within `steps`.
+        With a `world_size` of 1 it is true from `request_stop` on, also within `steps`.
         """
         # Not what the caller asks of only one rank, before `steps` has met it: code that left its
         # loop then would end as one that is done, while the gang was to continue with more ranks.
@@ -141,7 +141,7 @@ class RankContext:
     @property
     def device(self) -> "torch.device":
         """The device on which this rank computes."""
-        return self._parts.device
+        return self._assembly.device
 
     @property
     def data(self) -> Path:
@@ -156,13 +156,13 @@ class RankContext:
         """
         from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - if used
 
-        if self._parts.folder is None:
+        if self._assembly.folder is None:
             if self.config.dataset_id is None:
                 given = f"the {self.stage} stage of run {self.run_id} was given no dataset"
                 msg = f"{given}; RankContext.local(data=...) sets one"
                 raise InvalidParamsError(msg)
-            self._parts.folder = local_dataset(self.config.storage, self.config.dataset_id)
-        return self._parts.folder
+            self._assembly.folder = local_dataset(self.config.storage, self.config.dataset_id)
+        return self._assembly.folder
 
     @property
     def data_storage(self) -> Storage:
@@ -227,7 +227,7 @@ class RankContext:
             InvalidParamsError: `process_group` has only some of the ranks, or the default process
                 group isn't initialized.
         """
-        return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
+        return self._assembly.gradients.wrap(model, self.device, ddp_kwargs)
 
     def loader(  # noqa: PLR0913 - choices of a loader, by name
         self,
@@ -302,7 +302,7 @@ class RankContext:
             virtual_ranks=self.config.virtual_ranks if self.config.is_elastic else None,
             keep_ids=self.config.ledger,
             # From the first call of ctx.steps on: a resumed training has forgotten the passes.
-            keeps_epoch=lambda: "loop" in vars(self._parts),
+            keeps_epoch=lambda: "loop" in vars(self._assembly),
             **dataloader_kwargs,
         )
 
@@ -320,7 +320,7 @@ class RankContext:
         Raises:
             CheckpointError: an object isn't in the checkpoint, or doesn't match its saved state.
         """
-        self._parts.training_state.track(objects)
+        self._assembly.training_state.track(objects)
 
     def track_each(
         self, *, on_other_world_size: Literal["refuse", "begin"] = "refuse", **objects: Any
@@ -340,7 +340,9 @@ class RankContext:
             CheckpointError: the checkpoint has no such object, was written by another number of
                 ranks, or doesn't match the object.
         """
-        self._parts.training_state.track_each(objects, begins_anew=on_other_world_size == "begin")
+        self._assembly.training_state.track_each(
+            objects, begins_anew=on_other_world_size == "begin"
+        )
 
     def state(self, name: str = "state", /, **values: Any) -> "Values":
         """Put plain values into every checkpoint, and restore them on resume.
@@ -368,7 +370,7 @@ class RankContext:
         from prefect_torch_ddp.rank.training.values import Values  # noqa: PLC0415 - if used
 
         made = Values(values)
-        self._parts.training_state.track({name: made})
+        self._assembly.training_state.track({name: made})
         return made
 
     def steps(
@@ -428,7 +430,7 @@ class RankContext:
                 "refuse".
         """
         begins_anew = on_other_world_size == "begin"
-        return self._parts.loop.run(loader, epochs, total, begins_anew=begins_anew)
+        return self._assembly.loop.run(loader, epochs, total, begins_anew=begins_anew)
 
     def micro_batches(
         self, batch: Any, *, max_samples: int | None = None
@@ -460,7 +462,7 @@ class RankContext:
                     (cross_entropy(model(images), labels) * weight).backward()
                 optimizer.step()
         """
-        return self._parts.gradients.micro_batches(batch, max_samples)
+        return self._assembly.gradients.micro_batches(batch, max_samples)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.
@@ -475,8 +477,8 @@ class RankContext:
         Raises:
             InvalidParamsError: a metric isn't a single real number; the message names it.
         """
-        self._parts.reporter.report(metrics)
-        self._parts.link.heartbeat.progress()
+        self._assembly.reporter.report(metrics)
+        self._assembly.link.heartbeat.progress()
 
     def progress(self, step: int, total: int | None = None, *, epoch: int = 0) -> None:
         """Report the current step of a loop that doesn't use `steps`, such as a trainer's.
@@ -495,7 +497,7 @@ class RankContext:
         Raises:
             InvalidParamsError: an argument isn't a whole number, or `steps` counts the steps.
         """
-        numbers = self._parts.replay.numbers
+        numbers = self._assembly.replay.numbers
         if numbers.has_begun:
             msg = (
                 "ctx.progress is for a loop of your own, and this training has begun ctx.steps, "
@@ -507,8 +509,8 @@ class RankContext:
         num_steps = None if total is None else whole_number("total", total, 0)
         own = whole_number("step", step, 0), num_steps, whole_number("epoch", epoch, 0)
         numbers.note_own_progress(*own)
-        self._parts.link.heartbeat.own_step(own[0], own[2])
-        self._parts.reporter.show_progress()
+        self._assembly.link.heartbeat.own_step(own[0], own[2])
+        self._assembly.reporter.show_progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
         """Request a checkpoint: within `steps` at this step's end, outside at once.
@@ -527,13 +529,13 @@ class RankContext:
             CheckpointError: outside of `steps`, an earlier checkpoint can't be written and
                 `checkpoint.on_failure` is "fail".
         """
-        if self._progress.share is not None or self._parts.saves_folders:
+        if self._progress.share is not None or self._assembly.saves_folders:
             if force:
                 self._requests.ask_for_save()
         elif force:
-            self._parts.training_state.save_outside()
+            self._assembly.training_state.save_outside()
         else:
-            self._parts.training_state.save_if(self._parts.training_state.due())
+            self._assembly.training_state.save_if(self._assembly.training_state.due())
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -545,9 +547,9 @@ class RankContext:
 
         Raises:
             InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints.
-            CheckpointError: there are commits, but none is complete.
+            CheckpointError: there are commits, but all of them are damaged.
         """
-        return self._parts.program.folder.root
+        return self._assembly.program.folder.root
 
     @property
     def committed(self) -> Path | None:
@@ -555,7 +557,7 @@ class RankContext:
 
         Later commits don't change it.
         """
-        return self._parts.program.folder.committed
+        return self._assembly.program.folder.committed
 
     def commit(
         self, folder: str | Path, *, step: int, files: Iterable[str | Path] | None = None
@@ -583,7 +585,7 @@ class RankContext:
             CheckpointError: the previous commit can't be written and `checkpoint.on_failure` is
                 "fail".
         """
-        self._parts.program.folder.commit(Path(folder), step, files)
+        self._assembly.program.folder.commit(Path(folder), step, files)
 
     def due(self, step: int, *, ends_epoch: int | None = None) -> "Due":
         """Return what all ranks must do at the end of a step of your own loop: save, stop, or both.
@@ -606,13 +608,14 @@ class RankContext:
             ends_epoch: if the step is the last one of an epoch, the epoch's number, from 1.
 
         Returns:
-            `save` and `stop`, equal on all ranks. Without `checkpoint_folder` nothing is saved.
+            `save` and `stop`, equal on all ranks. `save` is False if `checkpoint_folder` wasn't
+            read and nothing is tracked.
 
         Raises:
             InvalidParamsError: the step isn't the one after that of the previous call.
             RuntimeError: there are several ranks and the process group isn't initialized.
         """
-        return self._parts.program.due(step, ends_epoch)
+        return self._assembly.program.due(step, ends_epoch)
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step: this one or the next.
@@ -660,7 +663,7 @@ class RankContext:
             CheckpointError: the last checkpoint can't be written.
             StorageError: metrics, or the ledger, can't be written.
         """
-        self._parts.close(failed=failed)
+        self._assembly.close(failed=failed)
 
     def __enter__(self) -> Self:
         """Use it in a `with`."""
@@ -670,7 +673,7 @@ class RankContext:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it."""
         _entered.remove(self)
-        self._parts.close(failed=error is not None, error=error)
+        self._assembly.close(failed=error is not None, error=error)
 
 
 _entered: list[RankContext] = []

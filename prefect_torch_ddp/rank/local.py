@@ -10,7 +10,7 @@ from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
 from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
@@ -56,14 +56,14 @@ class LocalOptions(TypedDict, total=False):
     """The value of `ctx.source`: a storage, a path or an s3:// URI."""
 
 
-def local_parts(
+def local_assembly(
     data: str | Path | None,
     options: Mapping[str, Any] | None,
     seed: int,
     storage: Storage | str | Path | None,
     chosen: LocalOptions,
-) -> ContextParts:
-    """Make the parts of one rank here, as `RankContext.local` says; claim an attempt, seed."""
+) -> ContextAssembly:
+    """Assemble one rank's context here, as `RankContext.local` says; claim an attempt, seed."""
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
     unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
@@ -91,6 +91,6 @@ def local_parts(
     attempt = claim_attempt(*run) if trains else max(newest_attempt(*run), 1)
     config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
     folder = None if data is None else Path(data)
-    parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
-    parts.temporary = temporary
-    return parts
+    assembly = ContextAssembly(RankConfig(**config), RankInfo(), folder=folder)
+    assembly.temporary = temporary
+    return assembly

@@ -13,7 +13,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
 from prefect_torch_ddp.protocol.prepared import LazyDataset
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed import current_device
@@ -37,8 +37,8 @@ def run_with_context(
 ) -> Any:
     """Call `fn(context, *args, **kwargs)` on this rank; `fn` may be `"package.module:function"`."""
     function = resolve(fn) if isinstance(fn, str) else fn
-    parts = _parts(config)
-    with RankContext(parts) as context:
+    assembly = _assembly(config)
+    with RankContext(assembly) as context:
         value = function(context, *args, **(kwargs or {}))
         current_link().send(FunctionEnded(NO_RANK))
         return value
@@ -60,7 +60,7 @@ def run_stage(
 
     Returns:
         The DatasetReport of prepare, or the Dask collection that it returned; the Report of
-        evaluate; or of train a dict with `value`, what `ContextParts.outcome` gives, and
+        evaluate; or of train a dict with `value`, what `ContextAssembly.outcome` gives, and
         `model_uris`; checkpoints are None, and models missing, except on rank 0.
 
     Raises:
@@ -70,15 +70,15 @@ def run_stage(
     function = stage_function(workload, config.stage)
     if config.stage == "prepare":
         return _prepare(config, function)
-    parts = _parts(config)
-    with RankContext(parts) as context:
+    assembly = _assembly(config)
+    with RankContext(assembly) as context:
         value = function(context)
         current_link().send(FunctionEnded(NO_RANK))
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)
-    uris = parts.export_models(workload, plain)
-    return {"value": plain, **parts.outcome(), "model_uris": uris}
+    uris = assembly.export_models(workload, plain)
+    return {"value": plain, **assembly.outcome(), "model_uris": uris}
 
 
 def stage_function(workload: str, stage: str) -> Callable[..., Any]:
@@ -125,10 +125,10 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
         raise InvalidParamsError(msg) from error
 
 
-def _parts(config: RankConfig, data: Path | None = None) -> ContextParts:
+def _assembly(config: RankConfig, data: Path | None = None) -> ContextAssembly:
     seed_stage(config.seed, config.stage)
     info = RankInfo.from_environment()
-    return ContextParts(config, info, current_link(), device=current_device(), folder=data)
+    return ContextAssembly(config, info, current_link(), device=current_device(), folder=data)
 
 
 def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport | LazyDataset:
@@ -137,7 +137,7 @@ def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport 
         raise InvalidParamsError(msg)
 
     def write(folder: Path) -> None:
-        with RankContext(_parts(config, data=folder)) as context:
+        with RankContext(_assembly(config, data=folder)) as context:
             value = function(context)
         if (lazy := _lazy_dataset(value)) is None:
             return

@@ -24,7 +24,7 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
         ctx.report(loss=0.5 + i, learning_rate=0.1)
     report_s = (time.perf_counter() - began) / num
     num *= 10
-    heartbeat, timing = ctx._parts.link.heartbeat, ctx._parts.reporter._timing
+    heartbeat, timing = ctx._assembly.link.heartbeat, ctx._assembly.reporter._timing
     began = time.perf_counter()
     for step in range(num):
         heartbeat.enter(Phase.LOADING)

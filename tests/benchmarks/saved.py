@@ -137,5 +137,5 @@ def now(ctx: RankContext) -> float:
 
 def finish(ctx: RankContext) -> None:
     """Wait until this rank's checkpoint is written."""
-    assert ctx._parts.saver._checkpointer is not None
-    ctx._parts.saver._checkpointer.wait()
+    assert ctx._assembly.saver._checkpointer is not None
+    ctx._assembly.saver._checkpointer.wait()

@@ -70,7 +70,7 @@ def one_more_epoch(storage: DirectoryStorage) -> int | None:
         ledger=True,
     ) as ctx:
         assert train(ctx) == {"steps": 20}
-    return ctx._parts.outcome()["resumed_from_step"]
+    return ctx._assembly.outcome()["resumed_from_step"]
 
 
 def only_record(storage: Storage) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def fit(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ctx.track(model=model, optimizer=optimizer)
     loader = ctx.loader(TensorDataset(torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
-    storage = ctx._parts.saver._committer.storage
+    storage = ctx._assembly.saver._committer.storage
     made = []
     for (x,) in ctx.steps(loader, epochs=epochs):
         if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):

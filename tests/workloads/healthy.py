@@ -199,7 +199,9 @@ def wait_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: s
         write_pid(folder, f"waits-{ctx.attempt}-{ctx.rank}")
         wait_until(Path(folder, "joined").exists)
     elif ctx.step == fault["step"]:
-        wait_until(ctx._parts.link.stop_requested)  # nothing public tells it before the agreement
+        wait_until(
+            ctx._assembly.link.stop_requested
+        )  # nothing public tells it before the agreement
 
 
 def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]]) -> None:

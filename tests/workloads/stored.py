@@ -60,7 +60,7 @@ def leave_all(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:
     ):
         first = first or ctx.step
         if fails and ctx.rank == 0 and ctx.step == FAILS_AT:
-            ctx._parts.saver._checkpointer.wait()
+            ctx._assembly.saver._checkpointer.wait()
             msg = "as the test wants it"
             raise RuntimeError(msg)
         descend(ctx, optimizer, model(batch).square().mean())
@@ -94,8 +94,8 @@ def train_through(ctx: RankContext, place: str, plan: dict[int, str]) -> dict[st
     inputs = torch.randn(12, 64, generator=generator, dtype=torch.float64)
     troubles = {}
     for (batch,) in ctx.steps(ctx.loader(TensorDataset(inputs), global_batch_size=4), epochs=3):
-        ctx._parts.saver._checkpointer.wait()  # what became of the checkpoint before is known
-        troubles[ctx.step] = ctx._parts.saver.trouble()
+        ctx._assembly.saver._checkpointer.wait()  # what became of the checkpoint before is known
+        troubles[ctx.step] = ctx._assembly.saver.trouble()
         if ctx.rank == 0 and ctx.step in plan:
             strike(plan[ctx.step], Path(place))
         descend(ctx, optimizer, model(batch).square().mean())
@@ -201,7 +201,7 @@ def _race(ctx: RankContext, course: Course) -> str:
     inputs = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
     loader = ctx.loader(TensorDataset(inputs), global_batch_size=1)
     for (batch,) in ctx.steps(loader, epochs=course.num_steps // 4):
-        ctx._parts.saver._checkpointer.wait()  # what became of the checkpoint before is known
+        ctx._assembly.saver._checkpointer.wait()  # what became of the checkpoint before is known
         descend(ctx, optimizer, nn.functional.dropout(model(batch), 0.3).square().mean())
         ctx.save("newest.txt", f"attempt {ctx.attempt}")
         if ctx.step == course.die_at:

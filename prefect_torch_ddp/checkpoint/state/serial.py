@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
-_Place = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
+_View = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 
 PYTHONS = {type(None), bool, int, float, complex, str}
 NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
@@ -107,17 +107,17 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
         """Return the state on the CPU; copies from a GPU may be under way until `wait`."""
-        copies: dict[_Place, torch.Tensor] = {}
+        copies: dict[_View, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if not is_plain(tensor):
                 return tensor.detach().to("cpu", copy=True)
             # Tied weights are stored once, as torch.save does.
-            place = _place_of(tensor)
-            if tensor.numel() == 0 or place not in copies:
+            view = _view_of(tensor)
+            if tensor.numel() == 0 or view not in copies:
                 buffer = self._buffer_for(tensor)
-                copies[place] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            return copies[place]
+                copies[view] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            return copies[view]
 
         result = map_tensors(state, copied)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class Staging:
         return buffer.detach()
 
 
-def _place_of(tensor: torch.Tensor) -> _Place:
+def _view_of(tensor: torch.Tensor) -> _View:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 

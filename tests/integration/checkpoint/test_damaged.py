@@ -35,12 +35,12 @@ def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
         dataset = torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64))
         loader = ctx.loader(dataset, global_batch_size=1)
         for (batch,) in ctx.steps(loader, epochs=num_steps):
-            ctx._parts.saver._checkpointer.wait()
+            ctx._assembly.saver._checkpointer.wait()
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return sha256_of_weights(model), ctx._parts.outcome()["resumed_from_step"]
+    return sha256_of_weights(model), ctx._assembly.outcome()["resumed_from_step"]
 
 
 def copy(source: Storage, target: Storage) -> Storage:

@@ -51,7 +51,7 @@ def count_to(
         ctx.track(counter=counter)
         loader = ctx.loader(TensorDataset(torch.zeros(1)), global_batch_size=1)
         for _ in ctx.steps(loader, epochs=num_steps):
-            ctx._parts.saver._checkpointer.wait()
+            ctx._assembly.saver._checkpointer.wait()
             counter.value += 1
             at_step(ctx)
     return ctx, counter.value

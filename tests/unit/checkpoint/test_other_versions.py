@@ -58,7 +58,7 @@ def resumed_from(storage: Storage) -> int | None:
     """Train a fourth step, keeping one checkpoint; return the step that it resumed from."""
     ctx, value = count_to(storage, 4, KEEP_ONE)
     assert value == 4
-    return ctx._parts.outcome()["resumed_from_step"]
+    return ctx._assembly.outcome()["resumed_from_step"]
 
 
 def test_unknown_fields_of_a_manifest_are_ignored(storage: DirectoryStorage) -> None:

@@ -104,7 +104,7 @@ def test_a_new_run_begins_from_another(tmp_path: Path, is_elsewhere: bool) -> No
     assert [manifest.step for manifest in list_manifests(DirectoryStorage(new), run_id)] == [3]
     of_a_step = {"run_id": "third", "resume_from": f"{source}/checkpoints/step-00000002"}
     ctx, count = count_to(new, 5, **of_a_step)
-    assert (ctx.step, count, ctx._parts.outcome()["resumed_from_step"]) == (5, 5, 2)
+    assert (ctx.step, count, ctx._assembly.outcome()["resumed_from_step"]) == (5, 5, 2)
     assert contents(old / "runs/local") == before
 
 

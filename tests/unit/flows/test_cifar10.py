@@ -97,7 +97,7 @@ def test_three_epochs_and_three_resumed_are_six(
             seed=1,
         ) as ctx:
             cifar10.train(ctx)
-            state = ctx._parts.tracked["model"].state_dict()
+            state = ctx._assembly.tracked["model"].state_dict()
             return {name: value.clone() for name, value in state.items()}
 
     train("half", 3)

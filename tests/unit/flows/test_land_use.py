@@ -42,7 +42,7 @@ def train(
     given |= options
     with RankContext.local(data=data, source=source, options=given, storage=storage, seed=1) as ctx:
         land_use.train(ctx)
-        weights = ctx._parts.tracked["model"].state_dict()
+        weights = ctx._assembly.tracked["model"].state_dict()
     metrics = [dict(record.metrics) for record in read_records(DirectoryStorage(storage), "local")]
     assert len(metrics) == 4
     assert torch.tensor([step["loss"] for step in metrics]).isfinite().all()

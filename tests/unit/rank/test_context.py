@@ -26,7 +26,7 @@ from prefect_torch_ddp.protocol.events import (
     decode_event,
     encode_event,
 )
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.training.reporting import measured
@@ -48,7 +48,7 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
         options=options, storage=folder, run_id=run_id, checkpoint=policy
     ) as ctx:
         value = healthy.train(ctx)
-    return {**value, **ctx._parts.outcome()}
+    return {**value, **ctx._assembly.outcome()}
 
 
 def test_that_there_is_no_process_group_is_explained() -> None:
@@ -154,7 +154,7 @@ def test_what_a_caller_asks_for_is_no_stop_before_the_loop_met_it(
 ) -> None:
     """A single rank that pauses to grow doesn't count as done between two calls of `steps`."""
     with RankContext.local() as ctx:
-        monkeypatch.setattr(ctx._parts.link, "stop_requested", lambda: True)
+        monkeypatch.setattr(ctx._assembly.link, "stop_requested", lambda: True)
         assert not ctx.should_stop
         for _ in steps_over(ctx):
             assert not ctx.should_stop
@@ -194,7 +194,7 @@ def test_leaving_the_loop_counts_the_step(tmp_path: Path, *, fails: bool) -> Non
     assert [(each.step, each.num_samples) for each in records] == [(1, 1), (2, 1)]
     assert [each.metrics["loss"] for each in records] == [1, 2]
     if not fails:
-        assert ctx._parts.outcome()["last_checkpoint"]["step"] == 2
+        assert ctx._assembly.outcome()["last_checkpoint"]["step"] == 2
 
 
 # ---- Reports.
@@ -237,7 +237,7 @@ def test_progress_and_each_complete_checkpoint_reach_the_link(tmp_path: Path) ->
     link, storage = Listener(), DirectoryStorage(tmp_path)
     policy = CheckpointParams(every_steps=200, every_s=None, keep_last=9, best_metric="loss")
     config = RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
-    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
+    with RankContext(ContextAssembly(config, RankInfo(), link)) as ctx:
         ctx.track(model=nn.Linear(1, 1))
         for number, _ in enumerate(steps_over(ctx, epochs=100), 1):
             ctx.report(loss=1 / number)
@@ -267,7 +267,7 @@ def test_a_call_of_one_epoch_may_continue(
     """Its totals are those of the call: as in a loop over epochs, others may follow."""
     link = Listener()
     config = RankConfig("run", 1, "train", DirectoryStorage(tmp_path))
-    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
+    with RankContext(ContextAssembly(config, RankInfo(), link)) as ctx:
         for number in range(1, 4):
             for _ in steps_over(ctx, 2, epochs=epochs):
                 if epochs == math.inf and ctx.step == number:

@@ -16,7 +16,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank import link as link_module
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
@@ -50,7 +50,7 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
     config = RankConfig(
         run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path)
     )
-    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
+    with RankContext(ContextAssembly(config, RankInfo(), link)) as ctx:
         note()
         ctx.track(model=Slow(1, 1))
         steps = ctx.steps(ctx.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.strategies.tree import TreeSum, branches_of
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -157,7 +157,7 @@ def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -
     elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
     config = RankConfig("run", 1, "train", DirectoryStorage(tmp_path), **elastic)
     with pytest.raises(InvalidParamsError, match="virtual_ranks is 4 and there are 3 ranks"):
-        ContextParts(config, RankInfo(0, 3))
+        ContextAssembly(config, RankInfo(0, 3))
     empty = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks"
     for determinism, virtual_ranks, says in [
         ("elastic", None, empty),

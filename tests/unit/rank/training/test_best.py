@@ -91,7 +91,7 @@ def test_the_best_ones_by_validations_behind_the_loop(
     with RankContext.local(storage=tmp_path / "misspelt", checkpoint=policy) as ctx:
         ctx.track(model=model)
         ctx.report(val_accuracy=0.5)
-    assert ctx._parts.outcome()["best_checkpoint"] is None
+    assert ctx._assembly.outcome()["best_checkpoint"] is None
     assert "none has a finite value of 'val_acuracy', as reported by rank 0" in caplog.text
 
 

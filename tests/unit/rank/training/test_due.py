@@ -166,8 +166,8 @@ def test_a_checkpoint_stays_long_enough_to_be_read_while_newer_ones_come(
         ctx.track(model=nn.Linear(1, 1))
         for _ in steps_over(ctx, 6):
             ctx.checkpoint(force=True)
-            ctx._parts.saver._checkpointer.wait()
-        ctx._parts.saver._checkpointer.wait()
+            ctx._assembly.saver._checkpointer.wait()
+        ctx._assembly.saver._checkpointer.wait()
         kept = [manifest.step for manifest in list_manifests(storage, "local")]
         assert kept == ([1, 2, 3, 4, 5, 6] if every_s == "auto" else [5, 6])
     assert [manifest.step for manifest in list_manifests(storage, "local")] == [5, 6]

@@ -13,7 +13,7 @@ from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
 from prefect_torch_ddp.protocol import heartbeat as layout
 from prefect_torch_ddp.protocol.events import Progress, RankEvent
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat
-from prefect_torch_ddp.rank.assembly import ContextParts
+from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
@@ -44,7 +44,7 @@ def test_people_and_watches_see_a_loop_of_ones_own(
     """Its steps, how many there are, its epochs; the outcome has them too."""
     monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
     link = Listening()
-    parts = ContextParts(config_for(tmp_path), RankInfo(), link, device=torch.device("cpu"))
+    parts = ContextAssembly(config_for(tmp_path), RankInfo(), link, device=torch.device("cpu"))
     with RankContext(parts) as ctx:
         for step in (1, 2, np.int64(3)):
             ctx.progress(step, 3, epoch=1 + (step == 3))
@@ -119,4 +119,4 @@ def test_steps_that_are_counted_are_not_told(tmp_path: Path) -> None:
             ctx.progress(3)
     found = read_records(DirectoryStorage(tmp_path), "local")
     assert [each.step for each in found] == [1, 2]
-    assert ctx._parts.outcome()["num_steps"] == 2
+    assert ctx._assembly.outcome()["num_steps"] == 2

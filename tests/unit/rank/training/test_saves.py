@@ -42,7 +42,7 @@ def test_saves_wait_for_a_slow_storage(
     used = []
 
     def is_said() -> bool:
-        used.append(len(ctx._parts.saver._checkpointer._staging._used))
+        used.append(len(ctx._assembly.saver._checkpointer._staging._used))
         return "the training waits in step 2 until" in caplog.text
 
     storage = Slow(tmp_path, is_said)
@@ -77,7 +77,7 @@ def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
                 assert not list_manifests(storage, "local")
         else:
             ctx.checkpoint(force=True)
-            ctx._parts.saver._checkpointer.wait()
+            ctx._assembly.saver._checkpointer.wait()
             assert len(list_manifests(storage, "local")) == (asks == "holding the steps")
     (manifest,) = list_manifests(storage, "local")
     assert manifest.step == (7 if asks == "in the body" else 1)

@@ -33,7 +33,7 @@ def test_a_call_with_a_total_yields_the_numbers_of_its_steps() -> None:
                 break
         assert (ctx.step, ctx.epoch) == (12, 2)
         assert [ctx.epoch for _ in steps_over(ctx)] == [3] * 4
-    outcome = ctx._parts.outcome()
+    outcome = ctx._assembly.outcome()
     assert (outcome["num_steps"], outcome["num_epochs"]) == (16, 3)
 
 
