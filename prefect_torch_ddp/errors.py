@@ -323,9 +323,9 @@ class VersionConflictError(GangError):
 class WorkerLostError(GangError):
     """A Dask worker that ran ranks is gone. The message names the worker and its ranks.
 
-    If the worker left gracefully (retired, scaled down, at its lifetime or by SIGTERM), all ranks
-    stopped and saved after step `saved_step`, and the loss uses up no restart. Otherwise
-    `saved_step` is None.
+    If the worker left gracefully (retired, scaled down, at its lifetime or by SIGTERM) and the
+    ranks could save, all of them stopped and saved after step `saved_step`, and the loss uses up no
+    restart. Otherwise `saved_step` is None, for example for a function without a RankContext.
 
     Example:
         Was the work saved before the worker left?
@@ -408,8 +408,9 @@ class TaskCancelled(BaseException):
 class GangCancelledError(GangError):
     """The gang was cancelled from outside while it ran.
 
-    `step` is the step after which all ranks stopped; None if they weren't in `ctx.steps`.
-    `checkpoint_step` is the step of the newest checkpoint; None if there is none.
+    `step` is the step after which all ranks stopped; None if they were killed before they could, or
+    weren't in `ctx.steps` or a loop that calls `ctx.due`. `checkpoint_step` is the step of the
+    newest checkpoint; None if there is none, or if the ranks were killed before they could tell.
 
     Example:
         Where a cancelled training can continue:

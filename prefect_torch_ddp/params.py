@@ -147,8 +147,9 @@ class GangParams(Params):
     Empty: the training doesn't grow."""
     max_restarts: CountOrZero = 0
     """Largest number of times that a failed gang is restarted immediately, on warm workers, before
-    one of Prefect's retries is used. A cancel, an ImportError or SyntaxError, and the same
-    exception at the same step twice in a row are not tried again."""
+    one of Prefect's retries is used. A cancel, an ImportError, SyntaxError or InvalidParamsError,
+    and the same exception at the same step twice in a row are not tried again; an OSError, lack of
+    memory or an error of CUDA always is."""
     workers_timeout_s: Seconds = 60.0
     """Seconds to wait until the cluster has enough workers. `train_flow` waits for the first worker
     for the same time, except with `cluster_class`: a queued job may take any time."""

@@ -21,11 +21,11 @@ class GangEvent:
     """Something that happened to a gang, as `on_event` of `run_gang` gets it: a frozen dataclass.
 
     Tell events apart by the names of their classes; `vars(event)` has the fields. `LogLine` has
-    `rank`, `level` and `text`; `Progress` has `step` and `epoch`; `Waiting` has `text`;
-    `AttemptBegan` has `attempt`, `world_size` and `hosts`; `CheckpointCommitted` has `step`,
-    `epoch` and `num_bytes`; `RankReturned` and `RankStopped` have `rank`; `FailureRecord` has
-    `attempt` and `summary`. Others are `RankStack`, `RankFailure` and `RecordsLeft`. Later
-    versions may add others.
+    `rank` (-1: the gang itself), `level`, as in `logging`, and `text`; `Progress` has `step` and
+    `epoch`; `Waiting` has `text`; `AttemptBegan` has `attempt`, `world_size` and `hosts`;
+    `CheckpointCommitted` has `step`, `epoch` and `num_bytes`; `RankReturned` and `RankStopped` have
+    `rank`; `FailureRecord` has `attempt` and `summary`. Others are `FunctionEnded`, `RankStack`,
+    `RankFailure` and `RecordsLeft`. Later versions may add others.
 
     Example:
         Print the lines of the ranks:

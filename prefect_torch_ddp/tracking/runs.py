@@ -45,9 +45,10 @@ def read_metrics(
         run_id: the name of its folder below `runs`.
         by: `record`: a row is a record of one rank. `step`: a row has the records of all ranks at
             a step, without the column rank. A metric is then the mean over the ranks, weighted by
-            their samples; in validation metrics, whose names begin or end with `val`,
-            `validation`, `eval` or `test`, all have equal weights. num_samples is the sum over the
-            ranks, and time is the latest.
+            their samples; in validation metrics, all have equal weights. The first or last word of
+            such a name is val, valid, validation, eval, evaluation, test or holdout, or the first
+            is dev: `val_loss`, but not `value_loss`. num_samples is the sum over the ranks, and
+            time is the latest.
         all_attempts: include superseded records: those that earlier attempts made of the step at
             which a later attempt began, and of the steps after it.
 
@@ -106,8 +107,9 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
 def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     """Return where the wall time of a run's training went, over all its attempts.
 
-    While the run trains, the numbers lag: ranks write them after 1, 2, 4 ... seconds, later every
-    30 s and at each checkpoint. The clocks of the machines have to agree.
+    While the run trains, the numbers lag: ranks write them at each checkpoint, and after 1, 2, 4
+    ... 30 seconds; in a long run, after a 64th of its age, at most five minutes. The clocks of the
+    machines have to agree.
 
     Args:
         storage: where the run is, as for `read_metrics`.

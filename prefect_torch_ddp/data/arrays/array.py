@@ -58,19 +58,20 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             NumPy array, or an xarray Dataset or DataArray without Dask, equal on all ranks.
         variables: names of the variables of a group to read. None: all except coordinates.
         window: number of positions in a sample, by dimension. By default a sample begins at each
-            position, so samples overlap.
+            position, so samples overlap. Dimensions without names are `dim_0`, `dim_1`, ...
         patch: number of positions in a sample, by dimension. By default samples don't overlap. The
             end of a dimension that doesn't fill a window or patch is in no sample; the log and the
             dataset's `left_out` say how much that is.
         stride: distance from the beginning of one sample to that of the next: a number for the
-            dimensions of `window`, or a dict by dimension.
+            dimensions of `window` (without it, for the first dimension), or a dict by dimension.
         select: the part to read, by dimension: a slice of coordinates that includes both ends, as
             in `xarray.Dataset.sel`; for a dimension without coordinates, a slice of positions.
         nan: what happens to a NaN. "refuse": an error when it is read. "keep": it stays. A number
             replaces it.
         missing: what happens if chunks aren't stored. "refuse": an error before work starts, which
-            names them. "fill": they have the array's fill value. With xarray this may be NaN, to
-            which `nan` then applies.
+            names them; also for every array in shards, where missing ones can't be seen. "fill":
+            they have the array's fill value. With xarray this may be NaN, to which `nan` then
+            applies.
         normalize: whether values become (value - mean) / std, as float32, or as float64 if they
             are float64. True: by the mean and std in the dataset's folder. They are there if
             `prepare` returned Dask arrays, and are those of the whole dataset, regardless of

@@ -38,12 +38,13 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 ) -> "Table | CopiedTable":
     """Return Parquet files as a dataset for `ctx.loader`.
 
-    By default a batch is a dict of tensors [rows] by column, each with its column's dtype; unsigned
-    integers of 32 or 64 bits, and the codes of categories, become int64. With `features` and
-    `target` a batch is (x, y): x is float32 [rows, features]; y is [rows] for one target and
-    [rows, targets] for several. y is int64 for integers, booleans and categories, and float32 for
-    floats. With `features` but no `target`, a batch is x. Only the named columns are read. If you
-    pass a `collate_fn` to the loader, it is called with such a batch and returns the batch to use.
+    By default a batch is a dict of tensors [rows] by column, each with its column's dtype, except
+    that uint16 becomes int32, and uint32, uint64 and the codes of categories become int64. With
+    `features` and `target` a batch is (x, y): x is float32 [rows, features]; y is [rows] for one
+    target and [rows, targets] for several. y is int64 for integers, booleans and categories, and
+    float32 for floats. With `features` but no `target`, a batch is x. Only the named columns are
+    read. If you pass a `collate_fn` to the loader, it is called with such a batch and returns the
+    batch to use.
 
     The order is exact: each row comes once per epoch, in the same global batches for any number of
     ranks and loader workers. A resume in the middle of an epoch doesn't read earlier rows again.
@@ -83,9 +84,10 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 
     Raises:
         InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
-            or no row; files disagree on a column's type; a column can't become a tensor (nested,
-            decimal, temporal, binary); or the local copy doesn't fit the disk. Names the file
-            and the column. With `local_copy`, nulls and unknown texts are found here too.
+            or no row; files disagree on a column's kind (integers, floats, booleans or texts, of
+            any width); a column can't become a tensor (nested, decimal, temporal, binary); or the
+            local copy doesn't fit the disk. Names the file and the column. With `local_copy`,
+            nulls and unknown texts are found here too.
         StorageError: a file can't be read, or isn't Parquet; or the copy can't be written.
 
     Example:
