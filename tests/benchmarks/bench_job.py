@@ -18,7 +18,7 @@ from prefect.client.schemas.sorting import TaskRunSort
 from tests.benchmarks import job_flow, job_plain
 from tests.benchmarks.beside import command_of_torchrun, rounds, show
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("on_cpus")]
 ROUNDS = rounds(5)
 TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
 PARTS = (

@@ -14,7 +14,7 @@ from tests.benchmarks import steady, trainer_flow, trainer_steps
 from tests.benchmarks.beside import command_of_torchrun, median_and_half, rounds, show
 from tests.benchmarks.taking_turns import trainer
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("on_cpus", "prefect_api")]
 NUM_TURNS = rounds(31)
 WIDTH = 128
 LOCAL_BATCH, NUM_STEPS = 8, 20

@@ -15,7 +15,7 @@ from tests.benchmarks import paired_steps
 from tests.benchmarks.beside import rounds, show
 from tests.support.gangs import RUN_WITH_CONTEXT
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("on_cpus")]
 NUM_EPOCHS = 20
 
 

@@ -17,13 +17,13 @@ from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.benchmarks.beside import rounds, show
 from tests.benchmarks.sweep_trials import trial
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("on_cpus", "prefect_api")]
 NUM_WORKERS = 2
 NUM_TRIALS = int(os.environ.get("PTD_BENCH_TRIALS", "100"))
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
+def cluster(on_cpus: None) -> Iterator[LocalCluster]:
     """Run the cluster that `train_flow` makes."""
     with local_cluster(n_workers=NUM_WORKERS) as cluster:
         yield cluster
