@@ -27,8 +27,13 @@ RUN_WITH_CONTEXT: Any = Call("prefect_torch_ddp.rank.stages:run_with_context", t
 def own_cluster(
     num_workers: int, threads_per_worker: int = 1, **options: Any
 ) -> Iterator[tuple[LocalCluster, Client]]:
-    """Start a cluster that the test may harm."""
+    """Start a cluster that the test may harm.
+
+    It would silence its logger's handlers, which caplog's are if that logger had been configured
+    before the test; DASK_LOGGING__DISTRIBUTED does so for all.
+    """
     options |= {"n_workers": num_workers, "threads_per_worker": threads_per_worker}
+    options.setdefault("silence_logs", False)
     with LocalCluster(dashboard_address=":0", **options) as cluster, Client(cluster) as client:
         client.wait_for_workers(num_workers, timeout=HANG_S)
         yield cluster, client

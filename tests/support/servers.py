@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -138,13 +138,12 @@ def ceph_server() -> Iterator["CephServer"]:
 def dask_cluster() -> Iterator["LocalCluster"]:
     """Run a real cluster: two worker processes of one thread.
 
-    A test that kills or stops workers makes its own.
+    A test that kills or stops workers makes its own. `silence_logs` as in `own_cluster`.
     """
     from distributed import LocalCluster
 
-    with LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
-    ) as cluster:
+    options: dict[str, Any] = {"dashboard_address": ":0", "silence_logs": False}
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, **options) as cluster:
         yield cluster
 
 
