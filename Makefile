@@ -51,7 +51,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and t
 docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.html; ARGS=serve shows it while you write
 	$(MKDOCS) $(or $(ARGS),build) --strict
 
-integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, trainers, many kill points; 10 minutes
+integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, tables, many kill points; 10 minutes
 	$(PYTEST) tests/integration -m "extended and not (long or more)" $(WAITING) $(ARGS)
 
 long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 33 minutes
