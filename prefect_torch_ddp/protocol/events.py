@@ -24,8 +24,8 @@ class GangEvent:
     `rank` (-1: the gang itself), `level`, as in `logging`, and `text`; `Progress` has `step` and
     `epoch`; `Waiting` has `text`; `AttemptBegan` has `attempt`, `world_size` and `hosts`;
     `CheckpointCommitted` has `step`, `epoch` and `num_bytes`; `RankReturned` and `RankStopped` have
-    `rank`; `FailureRecord` has `attempt` and `summary`. Others are `FunctionEnded`, `RankStack`,
-    `RankFailure` and `RecordsLeft`. Later versions may add others.
+    `rank`; `FailureRecord` has `attempt` and `summary`. Others are `FunctionEnded`, `RankStack` and
+    `RankFailure`. Later versions may add others.
 
     Example:
         Print the lines of the ranks:

@@ -420,11 +420,10 @@ class RankContext:
                 from its beginning, with a warning.
 
         Raises:
-            InvalidParamsError: the loader differs from the checkpoint's, the ranks have different
-                datasets or arguments, calls are nested, or a resumed run ends before it reaches the
-                call of `steps` in which its checkpoint was made. Also if the run has
-                `determinism="elastic"` or `ledger=True`, which need samples, and the loader isn't
-                from `ctx.loader`.
+            InvalidParamsError: the ranks have different datasets or arguments, calls are nested, or
+                a resumed run ends before it reaches the call of `steps` in which its checkpoint was
+                made. Also if the run has `determinism="elastic"` or `ledger=True`, which need
+                samples, and the loader isn't from `ctx.loader`.
             CheckpointError: a checkpoint can't be written and `checkpoint.on_failure` is "fail"; or
                 a loader's state was saved by another number of ranks and `on_other_world_size` is
                 "refuse".

@@ -37,7 +37,7 @@ def read_metrics(
 
     The columns before the metrics are step, epoch (from 1), rank, attempt, time (a timestamp in
     UTC) and num_samples. While the run trains, a new record can be read after 1 to 30 seconds; in
-    a long run, after a 64th of the run's age, at most five minutes.
+    a long attempt, after a 64th of its age, at most five minutes.
 
     Args:
         storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of
@@ -108,8 +108,8 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     """Return where the wall time of a run's training went, over all its attempts.
 
     While the run trains, the numbers lag: ranks write them at each checkpoint, and after 1, 2, 4
-    ... 30 seconds; in a long run, after a 64th of its age, at most five minutes. The clocks of the
-    machines have to agree.
+    ... 30 seconds; in a long attempt, after a 64th of its age, at most five minutes. The clocks of
+    the machines have to agree.
 
     Args:
         storage: where the run is, as for `read_metrics`.
