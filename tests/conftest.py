@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = [
-    "tests.support.case_ids",
-    "tests.support.leaks",
-    "tests.support.order",
-    "tests.support.servers",
-]
+pytest_plugins = ["tests.support.case_ids", "tests.support.leaks", "tests.support.servers"]
 pytest.register_assert_rewrite("tests.support")
 
 # Hypothesis fails an example that takes 200 ms, and data that is slow to draw: on a loaded machine
@@ -102,6 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
             item.add_marker("extended")
+    # What takes longest comes first, so that no process waits for another's last test.
+    items.sort(key=lambda item: -_limit_s(item) if item.get_closest_marker("long") else 0)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,3 +107,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until_s = os.environ.get("PTD_LONG_UNTIL")
     if until_s and item.get_closest_marker("long") and time.time() > float(until_s):
         pytest.skip(f"CI has no time left for {item.nodeid}; `make long` runs it")
+
+
+def _limit_s(item: pytest.Item) -> float:
+    limit = item.get_closest_marker("timeout")
+    return limit.args[0] if limit else 0
