@@ -209,15 +209,21 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "sitecustomize.py").write_text(
         "import signal, threading\n"
         "def start(*_):\n"
+        "    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
         "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "signal.signal(signal.SIGUSR1, start)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     server = ForkServer.start()
+
+    def has_second_thread() -> bool:
+        # Python handles a signal that comes just before its wait for orders only after it.
+        os.kill(server.pid, signal.SIGUSR1)
+        return psutil.Process(server.pid).num_threads() == 2
+
     with contextlib.closing(server), Path(os.devnull).open("r+b") as nothing:
         server.wait_until_ready()
-        os.kill(server.pid, signal.SIGUSR1)
-        wait_until(lambda: psutil.Process(server.pid).num_threads() == 2)
+        wait_until(has_second_thread)
         with pytest.raises(ForkServerUnavailableError, match="it runs 2 threads"):
             server.fork(RankFiles(*[nothing.fileno()] * 7))
         assert server.is_alive
