@@ -28,7 +28,7 @@ from typing_extensions import TypedDict  # what Prefect's are, to be joined with
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
-from prefect_torch_ddp.protocol.rank import Backend, Launcher
+from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode
 from prefect_torch_ddp.refusals import with_near_names
 from prefect_torch_ddp.run_form import arrange
 
@@ -117,6 +117,7 @@ class GangOptions(TypedDict, total=False):
     workers_timeout_s: float
     queue_timeout_s: float | None
     rendezvous_timeout_s: float
+    collective_timeout_s: float | None
     progress_timeout_s: float | None
     stop_grace_s: float
     resources: Mapping[str, float] | None
@@ -157,6 +158,10 @@ class GangParams(Params):
     """Seconds to wait for workers that are busy. Empty: no limit."""
     rendezvous_timeout_s: Seconds = 300.0
     """Seconds that ranks wait for one another at the start."""
+    collective_timeout_s: Seconds | None = None
+    """Seconds until a collective of the process group fails because a rank doesn't come: `timeout`
+    of torch's `init_process_group`. Raise it if one rank alone works for long while the others
+    wait. Empty: torch's default, which is 30 minutes, and 10 with NCCL."""
     # A function without a RankContext makes no steps, so nobody knows how long it may be quiet.
     progress_timeout_s: Seconds | None = None
     """A gang ends as hung if no rank makes progress for so many seconds. Progress is a step, a
@@ -181,6 +186,17 @@ class GangParams(Params):
     the environment, and the random numbers that it drew, at import. Empty: PIL and torchvision,
     each if the function's module, or the workload, imports it at the top of its file, above all
     imports of your own modules and all code that runs something."""
+
+    def check_has_group(self, process_group: ProcessGroupMode) -> None:
+        """Refuse a limit for collectives of a process group that isn't ours."""
+        instead = {
+            "user": "your code makes the group; give init_process_group the timeout",
+            "none": "there is no group; leave it out",
+        }
+        if self.collective_timeout_s is not None and process_group in instead:
+            given = f"collective_timeout_s is {self.collective_timeout_s:g}"
+            msg = f'{given}, but with process_group="{process_group}" {instead[process_group]}'
+            raise ValueError(msg)
 
     def options_of_gang(self) -> GangOptions:
         """Return the options that `run_gang` takes by keyword."""

@@ -34,6 +34,7 @@ TITLES = {
     "workers_timeout_s": "Wait for workers (seconds)",
     "queue_timeout_s": "Wait for busy workers (seconds)",
     "rendezvous_timeout_s": "Wait of ranks for one another (seconds)",
+    "collective_timeout_s": "Time limit of a collective (seconds)",
     "progress_timeout_s": "Time without progress (seconds)",
     "stop_grace_s": "Time to stop and save (seconds)",
     "resources": "Dask resources",

@@ -120,6 +120,7 @@ class RankLaunch:
     process_group: ProcessGroupMode
     backend: Backend
     rendezvous_timeout_s: float
+    collective_timeout_s: float | None
     agent_timeout_s: float
     """The rank ends itself when its agent has sent beats and then none for this long."""
     code_paths: CodePaths

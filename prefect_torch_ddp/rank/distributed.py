@@ -47,8 +47,13 @@ def join_process_group(launch: RankLaunch) -> None:
     _store = tcp
     store = dist.PrefixStore(f"attempt-{launch.attempt}", tcp)
     backend = agree_on_backend(launch, dist.PrefixStore(f"attempt-{launch.attempt}-backend", tcp))
+    limit_s = launch.collective_timeout_s
     dist.init_process_group(
-        backend, store=store, rank=launch.place.rank, world_size=launch.shape.world_size
+        backend,
+        store=store,
+        rank=launch.place.rank,
+        world_size=launch.shape.world_size,
+        timeout=None if limit_s is None else timedelta(seconds=limit_s),
     )
 
 

@@ -23,6 +23,10 @@ _ADVICE = {
         "run_gang and ddp_task initialise the process group themselves; for a function that does "
         'it, give process_group="user"'
     ),
+    "Timed out waiting": (  # of gloo; NCCL ends the process
+        "another rank did not come to this collective in time: see where that rank was; if it may "
+        "take so long, raise collective_timeout_s, or the timeout of a group that your code makes"
+    ),
     "on __main__ failed": (  # of pickle, which names the class before that
         "what __main__ defines can't reach a process that is spawned in a rank, such as a loader's "
         "worker: put the class or function into its own module, or leave "

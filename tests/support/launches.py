@@ -17,6 +17,7 @@ def launch_of(rank: int, world_size: int, **fields: Any) -> RankLaunch:
         "process_group": "default",
         "backend": "auto",
         "rendezvous_timeout_s": 20.0,
+        "collective_timeout_s": None,
         "agent_timeout_s": 1.5,
         "code_paths": CodePaths(),
         "launcher": "auto",

@@ -36,6 +36,11 @@ class CallParams(GangParams):
     """A number that must be a multiple of the number of ranks in every attempt."""
 
     @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        self.check_has_group(self.process_group)
+        return self
+
+    @model_validator(mode="after")
     def _check_divides(self) -> Self:
         divides, world_size, least = self.world_size_divides, self.world_size, self.min_world_size
         if divides is not None and world_size is not None and divides % world_size:
@@ -116,6 +121,7 @@ class GangPlan:
                 process_group=self.options.process_group,
                 backend=self.options.backend,
                 rendezvous_timeout_s=self.options.rendezvous_timeout_s,
+                collective_timeout_s=self.options.collective_timeout_s,
                 agent_timeout_s=self.liveness_timeout_s + RANK_EXTRA_S,
                 code_paths=self.code_paths,
                 launcher=self.options.launcher,

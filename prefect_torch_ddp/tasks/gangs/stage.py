@@ -26,7 +26,7 @@ def run_stage(run: Run, config: RankConfig, world_size: int, logs: str) -> Any:
     """Run a stage's function on a gang, once; return what rank 0's returned."""
     options = options_of_stage(run.params, world_size)
     if config.stage == "prepare":  # it makes no steps and no collectives
-        options["progress_timeout_s"] = None
+        options["progress_timeout_s"] = options["collective_timeout_s"] = None
     with current_client() as client:
         values = run_gang(
             client,

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Self
 
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
+from pydantic import model_validator
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -44,6 +45,11 @@ class TaskParams(ContextParams):
     """default: initialised before the function runs; user: the function, or a library that it uses,
     initialises it from the environment, as under torchrun; none: there is none. `ctx.wrap` and, on
     several ranks, `ctx.track` need one."""
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        self.check_has_group(self.process_group)
+        return self
 
 
 @dataclass(frozen=True)

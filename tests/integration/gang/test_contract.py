@@ -187,6 +187,10 @@ NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
         ({"fn": "no colon here"}, "give a callable"),
         ({"workers_timeout_s": 0}, "workers_timeout_s is 0"),
         ({"queue_timeout_s": float("inf")}, "queue_timeout_s is inf"),
+        (
+            {"process_group": "user", "collective_timeout_s": 5.0},
+            "collective_timeout_s is 5, but with process_group=.user. your code makes the group",
+        ),
         ({"args": (threading.Lock(),)}, r"args\[0\] can't be sent to the ranks: TypeError"),
         *(({"resources": wrong}, r"resources(\.\S+)? is") for wrong in NO_RESOURCES),
         *(({"interface": wrong}, "interface is") for wrong in ("", 7, "10.1.0.0/33", "eth0/1")),

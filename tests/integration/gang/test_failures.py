@@ -106,6 +106,13 @@ def test_what_can_not_work_is_named(
     assert caught.value.attempt == (1 if says == NO_MODULE else 2)
 
 
+def test_a_collective_waits_as_long_as_the_option_says(dask_client: Client) -> None:
+    """The error is torch's own, and says which option it was."""
+    says = "rank 0 on .* failed(?s:.)*did not come(?s:.)*collective_timeout_s"
+    with pytest.raises(RankFailedError, match=says):
+        run_gang(dask_client, hanging.plain_hang, args=(1,), world_size=2, collective_timeout_s=3.0)
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_early_return_of_a_rank_that_tracks(
     dask_client: Client, tmp_path: Path, leaver: int

@@ -55,6 +55,10 @@ def test_all_levels_have_all_options_of_a_gang() -> None:
             {"determinism": "elastic", "virtual_ranks": 4, "world_size": 3},
             "virtual_ranks is 4 and world_size 3; give a world_size that divides",
         ),
+        (
+            {"process_group": "none", "collective_timeout_s": 5.0},
+            "collective_timeout_s is 5, but with process_group=.none. there is no group",
+        ),
     ],
 )
 def test_a_wrong_option_of_a_task_is_refused(options: dict[str, Any], says: str) -> None:
