@@ -93,17 +93,23 @@ def is_prefect(api: str) -> bool:
         return False
 
 
-def allow_slow_start() -> None:
-    """Give the server that Prefect embeds 300 s to start, if the user has set no limit.
+def adjust_embedded_server() -> None:
+    """Give the server that Prefect embeds 300 s to start, and turn its telemetry off.
 
-    Prefect reads the limit when it starts that server, so this may come after Prefect was
-    imported; processes that get their settings from this one have it too.
+    Its telemetry logs an error wherever there is no internet, and a hundred lines of `database is
+    locked` if it comes while a slow first start still makes the database. What the user has set
+    stays.
+
+    Prefect reads these settings when it starts that server, so this may come after Prefect was
+    imported; processes that get their settings from this one have them too.
     """
     from prefect.context import get_settings_context  # noqa: PLC0415 - find_or_start_server
 
-    ephemeral = get_settings_context().settings.server.ephemeral
-    if "startup_timeout_seconds" not in ephemeral.model_fields_set:
-        ephemeral.startup_timeout_seconds = EMBEDDED_START_S
+    server = get_settings_context().settings.server
+    if "startup_timeout_seconds" not in server.ephemeral.model_fields_set:
+        server.ephemeral.startup_timeout_seconds = EMBEDDED_START_S
+    if "analytics_enabled" not in server.model_fields_set:
+        server.analytics_enabled = False
 
 
 def _start_server(home: Path) -> None:

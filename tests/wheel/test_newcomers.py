@@ -66,14 +66,17 @@ def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:
     return str(done.stdout)
 
 
-def test_with_a_wheel_and_no_server(python: Path, tmp_path: Path) -> None:
+def test_with_a_wheel_and_no_server(
+    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The README's first program, under the server that Prefect embeds."""
     program = next(each for each in EXAMPLES if "train_flow" in each and "__main__" in each)
     (tmp_path / "first.py").write_text(program, encoding="utf-8")
-    alone = {"PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
-    home = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    # What the tests set for themselves of Prefect's settings; an empty one is a setting too.
+    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
     with timed("a first run", tmp_path) as said:
-        said.append(typed("python first.py", tmp_path, python.parent, **alone, **home))
+        said.append(typed("python first.py", tmp_path, python.parent))
 
 
 @pytest.mark.usefixtures("prefect_api")

@@ -34,7 +34,7 @@ from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
-from prefect_torch_ddp.server import allow_slow_start
+from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
@@ -53,7 +53,7 @@ LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
 CONNECT_POLL_S = 0.02
 
-allow_slow_start()  # here: a flow starts its server before any code of ours runs
+adjust_embedded_server()  # here: a flow starts its server before any code of ours runs
 quiet_frames()
 
 
