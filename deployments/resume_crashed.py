@@ -7,6 +7,10 @@ Call it again after a change: the automation is replaced, and enabled if it was 
 A run is Crashed if its process was killed. A training that failed is Failed, and isn't resumed. The
 new run has the parameters of the crashed one, with `resume_from="latest"`. A second automation
 pauses the first one when the deployment's runs have crashed three times within a day.
+
+With `--lost-after SECONDS`, a third automation sets a run to Crashed from which Prefect's server
+has heard nothing for so long, as if its machine had gone down. Each flow run sends a heartbeat
+every 180 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY).
 """
 
 import argparse
@@ -15,25 +19,34 @@ from datetime import timedelta
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
-from prefect.events.actions import PauseAutomation, RunDeployment
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState, PauseAutomation, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 
-from prefect_torch_ddp.tracking.automations import replace_automation
+from prefect_torch_ddp.tracking.automations import delete_automation, replace_automation
 
 AFTER_S = 60.0
 """For the last processes of the crashed run to end."""
 MAX_CRASHES = 3
 WITHIN = timedelta(days=1)
+MIN_HEARTBEATS = 2
+"""One may be late."""
+HEARTBEAT = "prefect.flow-run.heartbeat"
+SILENT_STATES = ["Completed", "Failed", "Cancelling", "Cancelled", "Crashed", "Paused", "Suspended"]
+"""A run in one of these sends no heartbeats, or is none to be resumed."""
 PARAMS = "{{ dict(flow_run.parameters.params or {}, resume_from='latest') | tojson }}"
 
 
-def register(deployment_name: str, after_s: float) -> str:
+def register(deployment_name: str, after_s: float, lost_after_s: float | None) -> str:
     """Create or replace the automations of a deployment; return the name of the one that resumes.
 
     Args:
         deployment_name: `flow/deployment`.
         after_s: how long after the crash the new run begins, in seconds.
+        lost_after_s: how long nothing is heard of a run that then counts as crashed, in seconds.
+            None: for ever.
 
     Raises:
         ObjectNotFound: there is no such deployment; Prefect's own error.
@@ -62,6 +75,17 @@ def register(deployment_name: str, after_s: float) -> str:
         actions=[PauseAutomation(automation_id=replace_automation(resumes))],
     )
     replace_automation(stops)
+    lost = f"lost-{deployment_name.replace('/', '-')}"
+    if lost_after_s is None:
+        delete_automation(lost)
+        return name
+    silent = f"no heartbeat for {lost_after_s:g} s: its process or machine is gone"
+    crashed = ChangeFlowRunState(state=StateType.CRASHED, message=silent)
+    described = f"Sets runs of {deployment_name} to Crashed that send no heartbeats."
+    trigger = silence(deployment_id, timedelta(seconds=lost_after_s))
+    replace_automation(
+        AutomationCore(name=lost, description=described, trigger=trigger, actions=[crashed])
+    )
     return name
 
 
@@ -79,6 +103,20 @@ def crashes(
     )
 
 
+def silence(deployment_id: UUID, within: timedelta) -> EventTrigger:
+    """Describe a run of a deployment whose heartbeats end, and no state says why."""
+    return EventTrigger(
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related={"prefect.resource.id": f"prefect.deployment.{deployment_id}"},
+        for_each={"prefect.resource.id"},
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in SILENT_STATES)},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=within,
+    )
+
+
 def main() -> None:
     """Register, and say what was done."""
     parser = argparse.ArgumentParser(description="Has Prefect resume a deployment's crashed runs.")
@@ -90,13 +128,31 @@ def main() -> None:
         metavar="SECONDS",
         help="how long after the crash the new run begins (default: %(default)g)",
     )
+    parser.add_argument(
+        "--lost-after",
+        type=float,
+        metavar="SECONDS",
+        help="how long the server hears nothing of a run that then counts as crashed; choose more "
+        "than the server or the network may ever be down (default: such runs stay Running)",
+    )
     given = parser.parse_args()
+    heartbeat_s = get_current_settings().flows.heartbeat_frequency
+    if given.lost_after is not None:
+        if heartbeat_s is None:
+            sys.exit("nothing was registered: PREFECT_FLOWS_HEARTBEAT_FREQUENCY is empty")
+        if given.lost_after < MIN_HEARTBEATS * heartbeat_s:
+            sys.exit(
+                f"nothing was registered: --lost-after is {given.lost_after:g}, and heartbeats "
+                f"come every {heartbeat_s} s; give at least {MIN_HEARTBEATS * heartbeat_s}"
+            )
     try:
-        name = register(given.deployment, given.after)
+        name = register(given.deployment, given.after, given.lost_after)
     except ObjectNotFound:
         sys.exit(f"nothing was registered: there is no deployment {given.deployment}")
     print(f"registered the automation {name}: a crashed run is resumed after {given.after:g} s")
     print(f"{MAX_CRASHES} crashes within a day pause it; this command enables it again")
+    if given.lost_after is not None:
+        print(f"a run without a heartbeat for {given.lost_after:g} s counts as crashed")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,13 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import AutomationCore
 
 
+def delete_automation(name: str) -> None:
+    """Delete the automation of the name, if there is one."""
+    with get_client(sync_client=True) as client:
+        for found in client.read_automations_by_name(name):
+            client.delete_automation(found.id)
+
+
 def replace_automation(automation: AutomationCore) -> UUID:
     """Create an automation, or replace and enable the one of the same name; return its id."""
     # The client sends only what was set.

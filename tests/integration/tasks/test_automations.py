@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from distributed import LocalCluster
@@ -21,7 +22,7 @@ from prefect.states import Crashed, Running
 
 from prefect_torch_ddp import RankFailedError, train_flow
 from tests.integration.tasks.test_recovery import params_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
 
 pytestmark = [
@@ -77,6 +78,77 @@ def test_a_failed_training_is_told_of(
 @flow(name="train-ddp")
 def trains(params: dict[str, Any]) -> None:
     """Have a deployment; no worker runs it here."""
+
+
+FLOW_FOR_EVER = """
+import sys
+from pathlib import Path
+from threading import Event
+from uuid import UUID
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
+
+@flow(name="train-ddp")
+def trains(params: dict) -> None:
+    Path(sys.argv[2]).touch()
+    Event().wait()
+
+with get_client(sync_client=True) as client:
+    run = client.read_flow_run(UUID(sys.argv[1]))
+run_flow(trains, flow_run=run, parameters=run.parameters)
+"""
+
+
+def has_sent_heartbeat(flow_run_id: UUID) -> bool:
+    """Ask Prefect's server."""
+    of_run = {"id": [f"prefect.flow-run.{flow_run_id}"]}
+    events = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": of_run}
+    with get_client(sync_client=True) as client:
+        answer = client.request("POST", "/events/filter", json={"filter": events})
+    return bool(answer.json()["events"])
+
+
+@pytest.mark.more
+def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
+    """A killed process that nobody watches: without heartbeats its run crashes and is resumed."""
+    environment = {**os.environ, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+    command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/lost"]
+
+    def register(*flags: str) -> "subprocess.CompletedProcess[str]":
+        run = {"cwd": ROOT, "env": environment, "timeout": 120, "capture_output": True}
+        return subprocess.run([*command, *flags], check=False, text=True, **run)
+
+    with get_client(sync_client=True) as client:
+        deployment_id = client.create_deployment(client.create_flow(trains), "lost")
+        assert "give at least 60" in register("--lost-after", "59").stderr
+        assert "for 60 s counts as crashed" in register("--lost-after", "60").stdout
+        given = {"params": {"world_size": 3}}
+        lost = client.create_flow_run_from_deployment(deployment_id, parameters=given)
+        begun = tmp_path / "begun"
+        its_process = [sys.executable, "-c", FLOW_FOR_EVER, str(lost.id), str(begun)]
+        with subprocess.Popen(its_process, env=environment) as process:
+            wait_until(begun.exists)
+            wait_until(lambda: has_sent_heartbeat(lost.id))
+            process.kill()
+
+        def state_of(run: FlowRun) -> str | None:
+            return client.read_flow_run(run.id).state_name
+
+        assert state_of(lost) == "Running"
+        wait_until(lambda: state_of(lost) == "Crashed", 3 * HANG_S)
+        of_it = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
+
+        def resumed() -> list[FlowRun]:
+            runs = client.read_flow_runs(deployment_filter=of_it)
+            return [run for run in runs if run.state is not None and run.state.is_scheduled()]
+
+        wait_until(resumed, what="a run that the automation makes")
+        assert resumed()[0].parameters["params"]["resume_from"] == "latest"
+        name = "lost-train-ddp-lost"
+        assert client.read_automations_by_name(name)
+        register()
+        assert not client.read_automations_by_name(name)
 
 
 @pytest.mark.more
