@@ -116,8 +116,15 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/lost"]
 
     def register(*flags: str) -> "subprocess.CompletedProcess[str]":
-        run = {"cwd": ROOT, "env": environment, "timeout": 120, "capture_output": True}
-        return subprocess.run([*command, *flags], check=False, text=True, **run)
+        return subprocess.run(
+            [*command, *flags],
+            cwd=ROOT,
+            env=environment,
+            timeout=120,
+            capture_output=True,
+            check=False,
+            text=True,
+        )
 
     with get_client(sync_client=True) as client:
         deployment_id = client.create_deployment(client.create_flow(trains), "lost")
