@@ -20,7 +20,7 @@ from tests.support import struck
 from tests.support.gangs import alive
 from tests.support.kill_points import SEED
 from tests.support.struck import EXIT_CODE, WORDS, Fault, How, State
-from tests.support.waiting import wait_until
+from tests.support.waiting import told_if_it_hangs, wait_until
 
 HOWS: tuple[How, ...] = get_args(How)
 STATES: tuple[State, ...] = get_args(State)
@@ -90,7 +90,7 @@ def strike(client: Client, fault: Fault, folder: Path) -> None:
         killer.start()
     size = len(fault.states)
     call = {"args": (fault, str(folder)), "world_size": size, "ranks_per_worker": size // 2}
-    with pytest.raises(RankFailedError) as caught:
+    with told_if_it_hangs(), pytest.raises(RankFailedError) as caught:
         run_gang(client, struck.train, **call)
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     left = [pid for pid in pids if psutil.pid_exists(pid)]

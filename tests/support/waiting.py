@@ -4,9 +4,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,18 @@ def wait_until(
         sys.stderr.writelines(_stacks_of_descendants())  # pytest shows it with the failure
         msg = f"{what} did not come true within {timeout_s:g} s"
         raise AssertionError(msg)
+
+
+@contextmanager
+def told_if_it_hangs(timeout_s: float = HANG_S) -> Iterator[None]:
+    """Show where all processes are if what is in the context takes so long; it isn't ended."""
+    timer = threading.Timer(timeout_s, lambda: sys.stderr.writelines(_stacks_of_descendants()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _stacks_of_descendants() -> Iterator[str]:
