@@ -108,7 +108,9 @@ class Spot:
             if self.is_culprit and self._fault.in_worker and not self._fault.from_outside:
                 self._arm()
         _write(self._folder / f"ready-{self._rank}", os.getpid())
-        while not (self._folder / "left").exists():
+        # Not Path.exists, which takes the ValueError of a strike for a path that can't be.
+        left = str(self._folder / "left")
+        while not os.access(left, os.F_OK):
             self._busy(state)
 
     def _busy(self, state: State) -> None:
