@@ -8,9 +8,9 @@ A run is Crashed if its process was killed. A training that failed is Failed, an
 new run has the parameters of the crashed one, with `resume_from="latest"`. A second automation
 pauses the first one when the deployment's runs have crashed three times within a day.
 
-With `--lost-after SECONDS`, a third automation sets a run to Crashed from which Prefect's server
-has heard nothing for so long, as if its machine had gone down. Each flow run sends a heartbeat
-every 180 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY).
+With `--lost-after SECONDS`, a third automation sets a run to Crashed if Prefect's server has got no
+heartbeat of it for so long: its machine may have gone down. Each flow run sends a heartbeat every
+180 s (PREFECT_FLOWS_HEARTBEAT_FREQUENCY).
 """
 
 import argparse
@@ -45,8 +45,8 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
     Args:
         deployment_name: `flow/deployment`.
         after_s: how long after the crash the new run begins, in seconds.
-        lost_after_s: how long nothing is heard of a run that then counts as crashed, in seconds.
-            None: for ever.
+        lost_after_s: after how long without a heartbeat a run is set to Crashed, in seconds. None:
+            never.
 
     Raises:
         ObjectNotFound: there is no such deployment; Prefect's own error.
@@ -132,8 +132,8 @@ def main() -> None:
         "--lost-after",
         type=float,
         metavar="SECONDS",
-        help="how long the server hears nothing of a run that then counts as crashed; choose more "
-        "than the server or the network may ever be down (default: such runs stay Running)",
+        help="set a run to Crashed after so many seconds without a heartbeat; choose more than "
+        "the server or the network may be down (default: such a run stays Running)",
     )
     given = parser.parse_args()
     heartbeat_s = get_current_settings().flows.heartbeat_frequency

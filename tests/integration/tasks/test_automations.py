@@ -100,13 +100,13 @@ run_flow(trains, flow_run=run, parameters=run.parameters)
 """
 
 
-def has_sent_heartbeat(flow_run_id: UUID) -> bool:
-    """Ask Prefect's server."""
+def num_heartbeats(flow_run_id: UUID) -> int:
+    """Ask Prefect's server how many a run has sent."""
     of_run = {"id": [f"prefect.flow-run.{flow_run_id}"]}
     events = {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": of_run}
     with get_client(sync_client=True) as client:
         answer = client.request("POST", "/events/filter", json={"filter": events})
-    return bool(answer.json()["events"])
+    return len(answer.json()["events"])
 
 
 @pytest.mark.more
@@ -136,7 +136,7 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
         its_process = [sys.executable, "-c", FLOW_FOR_EVER, str(lost.id), str(begun)]
         with subprocess.Popen(its_process, env=environment) as process:
             wait_until(begun.exists)
-            wait_until(lambda: has_sent_heartbeat(lost.id))
+            wait_until(lambda: num_heartbeats(lost.id))
             process.kill()
 
         def state_of(run: FlowRun) -> str | None:
@@ -156,6 +156,26 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
         assert client.read_automations_by_name(name)
         register()
         assert not client.read_automations_by_name(name)
+
+
+@pytest.mark.more
+def test_a_run_that_sends_heartbeats_is_left_alone(tmp_path: Path) -> None:
+    """It lives for two of the times after which a silent one counts as lost."""
+    environment = {**os.environ, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+    command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/alive"]
+    with get_client(sync_client=True) as client:
+        deployment_id = client.create_deployment(client.create_flow(trains), "alive")
+        register = [*command, "--lost-after", "60"]
+        subprocess.run(register, cwd=ROOT, env=environment, check=True, timeout=120)
+        given = {"params": {"world_size": 3}}
+        alive = client.create_flow_run_from_deployment(deployment_id, parameters=given)
+        begun = str(tmp_path / "begun")
+        its_process = [sys.executable, "-c", FLOW_FOR_EVER, str(alive.id), begun]
+        with subprocess.Popen(its_process, env=environment) as process:
+            wait_until(lambda: num_heartbeats(alive.id) >= 5, 3 * HANG_S)
+            assert client.read_flow_run(alive.id).state_name == "Running"
+            process.kill()
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
 
 
 @pytest.mark.more
