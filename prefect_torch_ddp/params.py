@@ -33,7 +33,7 @@ from prefect_torch_ddp.refusals import with_near_names
 from prefect_torch_ddp.run_form import arrange
 
 Determinism = Literal["default", "elastic"]
-TrackerName = Literal["mlflow", "tensorboard"]
+TrackerName = Literal["mlflow", "tensorboard", "wandb"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -338,9 +338,9 @@ class ContextParams(GangParams):
     trackers: Annotated[
         Sequence[TrackerName], AfterValidator(lambda given: tuple(dict.fromkeys(given)))
     ] = ()
-    """Experiment trackers, of "mlflow" and "tensorboard", that a process next to the flow keeps up
-    to date with the run. Their settings are read from the environment of the flow, such as
-    MLFLOW_TRACKING_URI and TENSORBOARD_LOGGING_DIR."""
+    """Experiment trackers, of "mlflow", "tensorboard" and "wandb", that a process next to the flow
+    keeps up to date with the run. Their settings are read from the environment of the flow, such as
+    MLFLOW_TRACKING_URI, TENSORBOARD_LOGGING_DIR and WANDB_DIR."""
 
     @model_validator(mode="after")
     def _check_determinism(self) -> Self:

@@ -18,8 +18,8 @@ def sync(
         str,
         typer.Option(
             metavar="TRACKER",
-            help="mlflow, found by MLFLOW_TRACKING_URI, or tensorboard, found by "
-            "TENSORBOARD_LOGGING_DIR.",
+            help="mlflow, found by MLFLOW_TRACKING_URI; tensorboard, by TENSORBOARD_LOGGING_DIR; "
+            "or wandb, by WANDB_DIR.",
         ),
     ],
     storage: StorageOption = STORAGE,

@@ -179,10 +179,11 @@ METRICS = Format("part of the metrics")
 TIMING = Format("part of the timing")
 LEDGER = Format("part of the ledger")
 TENSORBOARD = Format("state of a TensorBoard folder")
+WANDB = Format("state of a Weights & Biases folder")
 LINES = {"metrics": METRICS, "timing": TIMING, "ledger": LEDGER}
 """The files of JSON lines, by their folders."""
 FORMATS = (
     *(MANIFEST, RESUME, ENDED, CLAIM, FAILURE, FINISHED, CARD),
-    *(RUN_RECORD, DATASET, IMAGE_INDEX, STATISTICS, METRICS, TIMING, LEDGER, TENSORBOARD),
+    *(RUN_RECORD, DATASET, IMAGE_INDEX, STATISTICS, METRICS, TIMING, LEDGER, TENSORBOARD, WANDB),
 )
 """All of them."""

@@ -32,7 +32,7 @@ ANSWERS = {
     "how often is a checkpoint written": (
         "faq.html#how-often-is-a-checkpoint-written-and-how-do-i-change-that"
     ),
-    "wandb": "trackers.html#limits",
+    "wandb": "trackers.html#weights-biases",
     "early stopping": "recipes/early_stopping.html",
     "use 4 GPUs on one machine": (
         "faq.html#how-do-i-use-4-gpus-on-one-machine-or-8-on-each-of-two-machines"

@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
 OPTIONAL = {"pandas", "pyarrow", "IPython", "mlflow", "tensorboard", "transformers"}
-OPTIONAL |= {"accelerate", "pytorch_lightning", "lightning_fabric", "xarray", "zarr"}
+OPTIONAL |= {"accelerate", "pytorch_lightning", "lightning_fabric", "xarray", "zarr", "wandb"}
 """What an extra or a notebook brings."""
 COMES_WITH = {"pydantic-core": "pydantic", "botocore": "boto3", "urllib3": "boto3"}
 """What is always there with a requirement, in the version that it wants."""

@@ -113,7 +113,7 @@ class Feeder:
     def _look(self, run: FollowedRun, *, is_last: bool) -> None:
         trouble = ""
         try:
-            run.look()
+            run.look(is_last=is_last)
         except PrefectTorchDdpError as error:
             trouble = str(error)
         except Exception as error:  # noqa: BLE001 - a tracker's package may raise anything

@@ -39,8 +39,11 @@ class FollowedRun:
         self._reader = HistoryReader(storage, run_id, experiment)
         self._synced: object = None
 
-    def look(self) -> Synced | None:
-        """Sync if there is a new checkpoint or state; None: there is none.
+    def look(self, *, is_last: bool = False) -> Synced | None:
+        """Sync if there is a new checkpoint or state; None: there is none, or it has to wait.
+
+        Args:
+            is_last: nobody will look again, so that nothing waits for the run's end.
 
         Raises:
             InvalidParamsError: there is no record of the run.
@@ -48,12 +51,14 @@ class FollowedRun:
         """
         record = read_record(self._storage, self.run_id, self._experiment)
         self._experiment = record.experiment
+        is_whole = _is_whole(record)
+        has_failed = record.is_over and record.state != "completed"
         now, done = self._state_of(record), None
-        if now != self._synced:
+        waits = self.tracker.is_written_anew and not (is_whole or has_failed or is_last)
+        if now != self._synced and not waits:
             done = send_history(self._reader.read(), self.tracker)
             self._synced = now
-        self.is_whole = _is_whole(record)
-        self.has_failed = record.is_over and record.state != "completed"
+        self.is_whole, self.has_failed = is_whole, has_failed
         return done
 
     def _state_of(self, record: RunRecord) -> object:

@@ -2,17 +2,17 @@
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.mlflow_tracker import MlflowTracker
-from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
-    TensorboardTracker,
-    tensorboard_folder,
-)
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
 from prefect_torch_ddp.tracking.trackers.tracker import Tracker
+from prefect_torch_ddp.tracking.trackers.wandb_tracker import WandbTracker
 
 
 class Kind(NamedTuple):
@@ -30,6 +30,24 @@ class Kind(NamedTuple):
     """Checks whether it can be used for the runs of a storage."""
 
 
+def tensorboard_folder(storage: Storage) -> Path:
+    """Return TensorBoard's folder for the runs of a storage.
+
+    Raises:
+        InvalidParamsError: TENSORBOARD_LOGGING_DIR isn't set, and the storage is no folder.
+    """
+    return _folder_for(storage, "tensorboard", "TENSORBOARD_LOGGING_DIR", "tensorboard")
+
+
+def wandb_folder(storage: Storage) -> Path:
+    """Return the folder in which wandb has its folder `wandb`, for the runs of a storage.
+
+    Raises:
+        InvalidParamsError: WANDB_DIR isn't set, and the storage is no folder.
+    """
+    return _folder_for(storage, "wandb", "WANDB_DIR")
+
+
 TRACKERS: Mapping[str, Kind] = {
     "mlflow": Kind(MlflowTracker, "mlflow", "mlflow-skinny", "trackers"),
     "tensorboard": Kind(
@@ -38,6 +56,9 @@ TRACKERS: Mapping[str, Kind] = {
         "tensorboard",
         "tensorboard",
         tensorboard_folder,
+    ),
+    "wandb": Kind(
+        lambda storage: WandbTracker(wandb_folder(storage)), "wandb", "wandb", "wandb", wandb_folder
     ),
 }
 """By the names in `TrackerName` of `params`."""
@@ -75,3 +96,26 @@ def open_tracker(name: str, storage: Storage) -> Tracker:
     """
     check_trackers([name], storage)
     return TRACKERS[name].make(storage)
+
+
+def _folder_for(storage: Storage, tracker: str, variable: str, *within: str) -> Path:
+    """Return the folder that a variable of the environment names, or else one of the storage.
+
+    Args:
+        storage: of the runs.
+        tracker: the name that people type.
+        variable: of the environment.
+        within: where the folder is within the storage.
+
+    Raises:
+        InvalidParamsError: the variable isn't set, and the storage is no folder.
+    """
+    if given := os.environ.get(variable):
+        return Path(given).expanduser().absolute()
+    if storage.local_folder is None:
+        msg = (
+            f"the tracker {tracker} needs a folder, and the storage {storage.uri} is none: set "
+            f"{variable}"
+        )
+        raise InvalidParamsError(msg)
+    return storage.local_folder.joinpath(*within)

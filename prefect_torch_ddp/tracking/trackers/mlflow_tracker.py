@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, flat
 from prefect_torch_ddp.storage.formats import DAMAGE
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.trackers.facts import evaluated, facts, given
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
 from prefect_torch_ddp.tracking.trackers.mlflow_models import (
     NAME_VARIABLE,
@@ -40,6 +41,7 @@ class MlflowTracker:
     """Talks to the server, or opens the database, that `MLFLOW_TRACKING_URI` names."""
 
     name = "MLflow"
+    is_written_anew = False
 
     def __init__(self, storage: Storage) -> None:
         """Load MLflow's client; `open_tracker` checks first that it is installed.
@@ -146,16 +148,14 @@ class MlflowTracker:
             self._client.log_batch(self._run.info.run_id, params=some)
 
     def _put_evaluation(self, record: RunRecord) -> None:
-        found = record.evaluation
-        if found is None or record.ended is None:
+        if record.ended is None:
             return
-        measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
         entity, at = self._mlflow.entities.Metric, (_ms(record.ended), record.num_steps or 0)
         there = self._run.data.metrics
         metrics = [
             entity(name, value, *at)
-            for name, value in ((f"evaluation/{each}", value) for each, value in measured.items())
-            if value is not None and there.get(_plain(name)) != value
+            for name, value in evaluated(record).items()
+            if there.get(_plain(name)) != value
         ]
         if metrics:
             self._client.log_batch(self._run.info.run_id, metrics=metrics)
@@ -203,30 +203,12 @@ def _plain(name: str) -> str:
 
 
 def _params(record: RunRecord) -> Iterator[tuple[str, str]]:
-    given: Mapping[str, Any] = {
-        **record.parameters,
-        "options": record.options,
-        "data_options": record.data_options,
-        "arguments": record.arguments,
-        "seed": record.seed,
-    }
-    for name, value in flat(given):
+    for name, value in flat(given(record)):
         yield _plain(name)[:250], str(value)[:MAX_PARAM]
 
 
 def _tags(record: RunRecord) -> dict[str, str]:
-    ours = {
-        "experiment": record.experiment,
-        "workload": record.workload,
-        "storage": without_credentials(record.storage),
-        "state": record.state,
-        "cause": record.cause,
-        "flow_run_id": record.flow_run_id,
-        "dataset": record.dataset and record.dataset.dataset_id,
-        "checkpoint": record.checkpoint and record.checkpoint.uri,
-        **{f"model.{_plain(name)}": uri for name, uri in record.model_uris.items()},
-    }
-    tags = {f"prefect_torch_ddp.{name}": str(value) for name, value in ours.items() if value}
+    tags = {f"prefect_torch_ddp.{_plain(name)}": value for name, value in facts(record).items()}
     commit = {"mlflow.source.git.commit": record.commit} if record.commit else {}
     return {**tags, **commit}
 

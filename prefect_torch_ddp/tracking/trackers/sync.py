@@ -50,13 +50,15 @@ def sync_run(
 def send_history(history: History, tracker: Tracker) -> Synced:
     """Send a tracker what it hasn't yet of a history that was read; see `sync_run`."""
     position = tracker.open(history.record, sorted(history.steps.metrics))
-    last_steps, mark = position.last_steps, history.mark
+    mark = history.mark
     # A checkpoint that is damaged later lets a training resume from one before what was sent.
     is_again = position.mark is not None and position.mark != history.mark_at(position.mark.step)
     if is_again:
         tracker.begin_again(history.record)
-        last_steps = {}
-    if is_again or position.mark is None or position.mark.step < mark.step:
+    has_all = position.mark == mark and position.has_record
+    begins = is_again or (tracker.is_written_anew and not has_all)
+    last_steps = {} if begins else position.last_steps
+    if begins or position.mark is None or position.mark.step < mark.step:
         # Before the points: whatever part of them arrives, the mark then says of which history.
         tracker.put_mark(mark)
     num_sent = 0

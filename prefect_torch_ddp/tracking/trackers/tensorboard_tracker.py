@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.errors import TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord, flat
 from prefect_torch_ddp.storage.formats import DAMAGE, TENSORBOARD, build
-from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar, text
+from prefect_torch_ddp.tracking.trackers.facts import evaluated, given
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
 from prefect_torch_ddp.tracking.trackers.tracker import Position
 
-FOLDER_VARIABLE = "TENSORBOARD_LOGGING_DIR"
 STATE = "prefect_torch_ddp.json"
 """In a run's folder: the mark, and which part of the event file was written when."""
 EVENTS, OURS = "events.out.tfevents.", ".prefect-torch-ddp"
@@ -47,6 +46,7 @@ class TensorboardTracker:
     """
 
     name = "TensorBoard"
+    is_written_anew = False
 
     def __init__(self, base: Path) -> None:
         """Make it; nothing is opened yet.
@@ -98,16 +98,11 @@ class TensorboardTracker:
 
     def describe(self, record: RunRecord) -> None:
         """Add the evaluation, once; delete the folders that this one replaces; see `Tracker`."""
-        found = record.evaluation
-        if found is not None and record.ended is not None:
+        if record.ended is not None:
             at = record.num_steps or 0, record.ended.timestamp()
-            measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
-            values = {f"evaluation/{name}": value for name, value in measured.items()}
-            there = self._state.last_steps
+            values, there = evaluated(record), self._state.last_steps
             self._append_scalars(
-                (name, value, *at)
-                for name, value in values.items()
-                if value is not None and name not in there
+                (name, value, *at) for name, value in values.items() if name not in there
             )
         with self._errors():
             self._write_state()
@@ -182,26 +177,6 @@ class TensorboardTracker:
             raise TrackerError(msg) from error
 
 
-def tensorboard_folder(storage: Storage) -> Path:
-    """Return the folder for the runs of a storage.
-
-    It is the one that `TENSORBOARD_LOGGING_DIR` names; without that variable, the folder
-    `tensorboard` of the storage.
-
-    Raises:
-        InvalidParamsError: the variable isn't set, and the storage is no folder.
-    """
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given).expanduser().absolute()
-    if storage.local_folder is None:
-        msg = (
-            f"the tracker tensorboard needs a folder, and the storage {storage.uri} is none: set "
-            f"{FOLDER_VARIABLE}"
-        )
-        raise InvalidParamsError(msg)
-    return storage.local_folder / "tensorboard"
-
-
 def _read_state(folder: Path) -> _State | None:
     """Return what is kept of a folder; None: nothing.
 
@@ -227,12 +202,6 @@ def _read_state(folder: Path) -> _State | None:
 
 
 def _parameters(record: RunRecord) -> str:
-    given = {
-        **record.parameters,
-        "options": record.options,
-        "data_options": record.data_options,
-        "arguments": record.arguments,
-        "seed": record.seed,
-    }
-    lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in flat(given)]
+    values = flat(given(record))
+    lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in values]
     return "\n".join(["| parameter | value |", "|---|---|", *lines])

@@ -16,6 +16,8 @@ class Position:
     """The last mark that it was given; None: none yet."""
     last_steps: Mapping[str, int]
     """The last step of each metric that it has, by the run's names of the metrics."""
+    has_record: bool = True
+    """Whether it has all that the run's record says; only known of one that is written anew."""
 
 
 class Tracker(Protocol):
@@ -28,6 +30,13 @@ class Tracker(Protocol):
     @property
     def name(self) -> str:
         """Its name in words."""
+
+    @property
+    def is_written_anew(self) -> bool:
+        """Whether it can't be added to.
+
+        Then it gets all points whenever there is something new, and only when a run has ended.
+        """
 
     @property
     def url(self) -> str:

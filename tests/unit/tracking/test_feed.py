@@ -24,7 +24,7 @@ class Followed:
     def __init__(self, storage, run_id, tracker, experiment):
         self.run_id, self.tracker, self.is_whole = run_id, tracker, False
 
-    def look(self):
+    def look(self, *, is_last=False):
         if trouble := self.troubles.get(self.run_id):
             raise TrackerError(trouble)
         return Synced(0, 0, is_again=False)

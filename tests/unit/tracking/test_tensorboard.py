@@ -13,16 +13,12 @@ from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, Track
 from prefect_torch_ddp.records.run_record import read_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tracking.trackers import sync, tensorboard_tracker
+from prefect_torch_ddp.tracking.trackers import sync
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
-from prefect_torch_ddp.tracking.trackers.known import open_tracker
+from prefect_torch_ddp.tracking.trackers.known import open_tracker, tensorboard_folder
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
-from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import (
-    STATE,
-    TensorboardTracker,
-    tensorboard_folder,
-)
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import STATE, TensorboardTracker
 from tests.support.formats import MORE, NEWER, rewrite
 from tests.support.records import Shelf, record
 from tests.support.reported import BEGAN, RUN, checkpoint, history, put, resume, say, steps_of
@@ -180,7 +176,7 @@ def test_the_folder_is_known_before_work_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the variable, or by the storage if that is a folder."""
-    name = tensorboard_tracker.FOLDER_VARIABLE
+    name = "TENSORBOARD_LOGGING_DIR"
     monkeypatch.delenv(name, raising=False)
     assert tensorboard_folder(DirectoryStorage(tmp_path)) == tmp_path / "tensorboard"
     with pytest.raises(InvalidParamsError, match="set TENSORBOARD_LOGGING_DIR"):

@@ -24,7 +24,7 @@ class KilledError(Exception):
 class Book:
     """A tracker in memory that can't delete a point, and a kill before or after a call."""
 
-    name, url = "the book", ""
+    name, url, is_written_anew = "the book", "", False
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
