@@ -55,6 +55,8 @@ def send_history(history: History, tracker: Tracker) -> Synced:
     is_again = position.mark is not None and position.mark != history.mark_at(position.mark.step)
     if is_again:
         tracker.begin_again(history.record)
+    elif position.mark is not None and position.mark.step > mark.step:
+        mark = position.mark  # the checkpoint that made it final is gone, and the steps still count
     has_all = position.mark == mark and position.has_record
     begins = is_again or (tracker.is_written_anew and not has_all)
     last_steps = {} if begins else position.last_steps

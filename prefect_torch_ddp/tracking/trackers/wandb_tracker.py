@@ -28,6 +28,7 @@ STATE = "prefect_torch_ddp.json"
 SETTINGS = {
     "console": "off",
     "disable_git": True,
+    "host": "",
     "save_code": False,
     "silent": True,
     "x_disable_machine_info": True,
@@ -36,6 +37,11 @@ SETTINGS = {
     "x_save_requirements": False,
 }
 """Nothing of this process, which trains nothing."""
+TAKEN_OVER = {f"WANDB_{name}" for name in ("ENTITY", "JOB_TYPE", "NOTES", "RUN_GROUP", "TAGS")}
+"""Variables that say where a run belongs. Others may be meant for a run of the user's own: its id,
+its process, from which of its steps it goes on."""
+OWN_NAMES = {"", "_runtime", "_step", "_timestamp"}
+"""What wandb has in each row itself."""
 
 MAX_NAME = 128
 _NOT_ALLOWED = re.compile(r"[/\\#?%:]")
@@ -74,12 +80,16 @@ class WandbTracker:
         """Find the run's folder; see `Tracker`."""
         self._run_id, self._rows, self._mark = record.run_id, defaultdict(dict), None
         self._unknown = {}
+        if taken := OWN_NAMES.intersection(metrics):
+            msg = f"{self.name} can't have a metric named {min(taken)!r}; report it by another name"
+            raise TrackerError(msg)
         with self._errors():
-            states = [_read_state(folder) for folder in self._folders()]
-        for mark, described, unknown in states:
+            there = [(folder, *_read_state(folder)) for folder in self._folders()]
+        for folder, mark, described, unknown in there:
             self._unknown = unknown
-            has_record = described == _described(record)
-            return Position(mark, dict.fromkeys(metrics, mark.step), has_record)
+            if any(folder.glob("*.wandb")):
+                has_record = described == _described(record)
+                return Position(mark, dict.fromkeys(metrics, mark.step), has_record)
         return Position(None, {})
 
     def begin_again(self, record: RunRecord) -> None:
@@ -118,50 +128,72 @@ class WandbTracker:
 
     def _write(self, record: RunRecord, base: Path) -> Path:
         """Write all that is known of the run below a folder; return the run's folder there."""
-        try:
-            run = self._wandb.init(
-                project=os.environ.get("WANDB_PROJECT") or _project(record.experiment),
-                id=record.run_id,
-                name=record.run_id,
-                config=given(record),
-                dir=base,
-                mode="offline",
-                reinit="create_new",
-                settings=self._wandb.Settings(**SETTINGS),
-            )
-            for step in sorted(self._rows):
-                run.log(self._rows[step], step=step)
-            run.summary.update(
-                evaluated(record)
-                | {f"prefect_torch_ddp/{name}": value for name, value in facts(record).items()}
-            )
-            run.finish(exit_code=int(record.state in {"failed", "cancelled"}))
-        finally:
-            self._wandb.teardown()  # its process, which would wait for the next run
+        project = _project(record)
+        with _environment(cache=base):
+            try:
+                run = self._wandb.init(
+                    project=project,
+                    id=record.run_id,
+                    name=record.run_id,
+                    config=given(record),
+                    dir=base,
+                    mode="offline",
+                    reinit="create_new",
+                    settings=self._wandb.Settings(**SETTINGS),
+                )
+                for step in sorted(self._rows):
+                    run.log(self._rows[step], step=step)
+                told = {f"prefect_torch_ddp/{name}": value for name, value in facts(record).items()}
+                run.summary.update(evaluated(record) | told)
+                run.finish(exit_code=int(record.state in {"failed", "cancelled"}))
+            except Exception as error:  # it raises many kinds
+                msg = f"wandb can't write run {record.run_id}: {error}"
+                raise TrackerError(msg) from error
+            finally:
+                self._wandb.teardown()  # its process, which would wait for the next run
+        if run.id != record.run_id:
+            msg = f"wandb's settings give run {record.run_id} the id {run.id}; remove what sets it"
+            raise TrackerError(msg)
         return Path(run.settings.sync_dir)
 
     def _folders(self) -> Iterator[Path]:
         """Yield the folders of the run that were written here."""
-        for found in self._all.glob(f"offline-run-*-{self._run_id}"):
-            if self._run_id and (found / STATE).exists():
+        pattern = re.compile(rf"offline-run-\d{{8}}_\d{{6}}-{re.escape(self._run_id)}")
+        for found in self._all.glob("offline-run-*"):
+            if self._run_id and pattern.fullmatch(found.name) and (found / STATE).exists():
                 yield found
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (self._wandb.Error, OSError) as error:
+        except OSError as error:
             msg = f"the folder {self._all} of Weights & Biases can't be written: {error}"
             raise TrackerError(msg) from error
 
 
-def _project(experiment: str) -> str:
-    return _NOT_ALLOWED.sub("-", experiment)[:MAX_NAME]
+@contextmanager
+def _environment(cache: Path) -> Iterator[None]:
+    """Hide what the environment says of other runs; logs of wandb's own go to `cache`."""
+    theirs = {name: value for name, value in os.environ.items() if name.startswith("WANDB_")}
+    for name in theirs.keys() - TAKEN_OVER:
+        del os.environ[name]
+    os.environ["WANDB_CACHE_DIR"] = str(cache / "cache")
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_CACHE_DIR"]
+        os.environ.update(theirs)
+
+
+def _project(record: RunRecord) -> str:
+    name = os.environ.get("WANDB_PROJECT") or record.experiment
+    return _NOT_ALLOWED.sub("-", name)[:MAX_NAME]
 
 
 def _described(record: RunRecord) -> str:
     """Return a digest of all that a folder has of a run besides its metrics."""
-    told = [given(record), evaluated(record), facts(record), record.state]
+    told = [_project(record), given(record), evaluated(record), facts(record), record.state]
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ import pytest
 from prefect_torch_ddp import list_runs, read_metrics
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, TrackerError
-from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
@@ -147,6 +147,68 @@ def test_a_run_is_followed_until_it_has_ended(shelf: Shelf, tmp_path: Path) -> N
     follow_run(shelf, RUN, tracker, wait=end, on_synced=done.append)
     assert done == [Synced(20, 10, is_again=False)]
     assert run_in(folder_in(tmp_path))["series"] == history(shelf)
+
+
+def test_a_folder_never_gets_shorter(shelf: Shelf, tmp_path: Path) -> None:
+    """Once all steps were final, they stay, also if the run's state or checkpoint changes later."""
+    say(shelf, "completed")
+    sync_run(shelf, RUN, WandbTracker(tmp_path))
+    say(shelf, "failed", cause="exception")
+    done = sync_run(shelf, RUN, WandbTracker(tmp_path))
+    assert (done.step, done.is_again) == (10, False)
+    assert run_in(folder_in(tmp_path))["series"] == history(shelf)
+
+
+def test_variables_for_other_runs_change_nothing(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep's, a resumed run's, another process's; the project's name counts, also later. wandb's
+    own logs don't stay in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, value in {
+        "WANDB_SWEEP_ID": "sweep",
+        "WANDB_FORK_FROM": "other?_step=300",
+        "WANDB_SERVICE": "3-9-unix-/tmp/none/s",
+        "WANDB_MODE": "disabled",
+        "WANDB_CONSOLE": "nonsense",
+        "WANDB_TAGS": "nightly",
+    }.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    sync_run(shelf, RUN, WandbTracker(tmp_path))
+    assert dict(os.environ) == before
+    found = run_in(folder_in(tmp_path))
+    assert found["id"] == RUN
+    assert len(found["series"]["loss"]) == 5
+    assert not [*tmp_path.glob("home/**/*")]
+    monkeypatch.setenv("WANDB_PROJECT", "cats/dogs")
+    sync_run(shelf, RUN, WandbTracker(tmp_path))
+    assert run_in(folder_in(tmp_path))["project"] == "cats-dogs"
+
+
+def test_folders_of_others_stay(shelf: Shelf, tmp_path: Path) -> None:
+    """A folder of the user's own, with the same id; one of a run whose id ends in this one's. A
+    folder whose file is gone is written again."""
+    sync_run(shelf, RUN, WandbTracker(tmp_path))
+    ours = folder_in(tmp_path)
+    own = ours.with_name(f"offline-run-20260101_000000-{RUN}")
+    other = ours.with_name(f"offline-run-20260101_000000-the-{RUN}")
+    own.mkdir()
+    other.mkdir()
+    (other / STATE).write_bytes((ours / STATE).read_bytes())
+    (file,) = ours.glob("*.wandb")
+    file.unlink()
+    tracker = WandbTracker(tmp_path)
+    assert sync_run(shelf, RUN, tracker).num_sent == 10
+    assert own.exists()
+    assert other.exists()
+    assert len(run_in(Path(tracker.url))["series"]["loss"]) == 5
+
+
+def test_a_metric_that_wandb_has_itself_is_refused(shelf: Shelf, tmp_path: Path) -> None:
+    """It would be lost in silence."""
+    with pytest.raises(TrackerError, match="can't have a metric named '_step'"):
+        WandbTracker(tmp_path).open(read_record(shelf, RUN), ["loss", "_step"])
 
 
 SYNC = """
