@@ -6,6 +6,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ AuthType=auth/munge
 AuthInfo=socket={home}/munge.socket
 CredType=cred/munge
 StateSaveLocation={home}/state
-SlurmdSpoolDir={home}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={home}/slurmctld.pid
 SlurmdPidFile={home}/slurmd-%n.pid
 SlurmctldLogFile={home}/slurmctld.log
@@ -94,7 +95,10 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
         conf = str(folder / "slurm.conf")
         site = SlurmSite(folder, "SLURM_CONF", SLURM_CONF=conf, PATH=_search_path())
         with ExitStack() as tried:
-            _configure(site)
+            # Sockets of jobs are there, and a socket's path has at most 108 characters; one in
+            # pytest's folder of a test with a long name, in one of several processes, has more.
+            spool = tempfile.TemporaryDirectory(prefix="ptd-slurm-")
+            _configure(site, Path(tried.enter_context(spool)))
             files = {"key-file": "key", "seed-file": "seed", "pid-file": "pid", "socket": "socket"}
             options = [f"--{option}={folder}/munge.{name}" for option, name in files.items()]
             # --force: pytest's folders are closed to other users, of which munged would
@@ -112,11 +116,11 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
     pytest.fail(f"Slurm did not start:\n{logs}")
 
 
-def _configure(site: SlurmSite) -> None:
+def _configure(site: SlurmSite, spool: Path) -> None:
     home = site.home
     user = pwd.getpwuid(os.getuid()).pw_name
     (home / "slurm.conf").write_text(
-        CONFIG.format(home=home, ports=free_ports(1 + len(NODES)), user=user)
+        CONFIG.format(home=home, spool=spool, ports=free_ports(1 + len(NODES)), user=user)
     )
     (home / "cgroup.conf").touch()
     # Slurm counts GPUs by their device files, and is content with any files.
@@ -126,8 +130,8 @@ def _configure(site: SlurmSite) -> None:
     (home / "gres.conf").write_text("".join(gpus))
     (home / "munge.key").write_bytes(secrets.token_bytes(128))
     (home / "munge.key").chmod(0o600)
-    for name in ("state", *(f"spool-{node}" for node in NODES)):
-        (home / name).mkdir()
+    for folder in (home / "state", *(spool / node for node in NODES)):
+        folder.mkdir()
 
 
 @contextmanager
