@@ -57,7 +57,7 @@ def said(tracker: "Tracker", run_id: str, synced: "Synced") -> str:
     from prefect_torch_ddp.results import count
 
     name, step = tracker.name, synced.step
-    again = f"steps that {name} had were taken back, so it has its run anew; "
+    again = f"steps that {name} had were taken back, so its run was begun again; "
     upto = "no step is final yet" if step < 0 else f"it has all up to step {step}"
     sent = f"{name} got {count(synced.num_sent, 'value')} of run {run_id}; {upto}"
     return f"{again if synced.is_again else ''}{sent}"

@@ -37,12 +37,13 @@ def records_in(folder: Path) -> Iterator[Any]:
 
 
 def run_in(folder: Path) -> dict[str, Any]:
-    """Return a run's name, project, configuration, summary and exit code, and its series."""
+    """Return a run's id, project, tags, configuration, summary and exit code, and its series."""
     found: dict[str, Any] = {"config": {}, "summary": {}, "series": defaultdict(list)}
     for record in records_in(folder):
         match record.WhichOneof("record_type"):
             case "run":
                 found |= {"id": record.run.run_id, "project": record.run.project}
+                found["tags"] = list(record.run.tags)
                 found["config"] |= _values(record.run.config.update)
             case "config":
                 found["config"] |= _values(record.config.update)

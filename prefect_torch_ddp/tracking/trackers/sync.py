@@ -56,7 +56,7 @@ def send_history(history: History, tracker: Tracker) -> Synced:
     if is_again:
         tracker.begin_again(history.record)
     elif position.mark is not None and position.mark.step > mark.step:
-        mark = position.mark  # the checkpoint that made it final is gone, and the steps still count
+        mark = position.mark  # what made these steps final is gone, and they still count
     has_all = position.mark == mark and position.has_record
     begins = is_again or (tracker.is_written_anew and not has_all)
     last_steps = {} if begins else position.last_steps

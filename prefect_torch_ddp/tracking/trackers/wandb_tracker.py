@@ -42,8 +42,8 @@ TAKEN_OVER = {f"WANDB_{name}" for name in ("ENTITY", "JOB_TYPE", "NOTES", "RUN_G
 its process, from which of its steps it goes on."""
 OWN_NAMES = {"", "_runtime", "_step", "_timestamp"}
 """What wandb has in each row itself."""
-
 MAX_NAME = 128
+"""Characters of a project's name."""
 _NOT_ALLOWED = re.compile(r"[/\\#?%:]")
 """In the name of a project."""
 
@@ -193,7 +193,7 @@ def _project(record: RunRecord) -> str:
 
 def _described(record: RunRecord) -> str:
     """Return a digest of all that a folder has of a run besides its metrics."""
-    told = [_project(record), given(record), evaluated(record), facts(record), record.state]
+    told = [_project(record), given(record), evaluated(record), facts(record)]
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 

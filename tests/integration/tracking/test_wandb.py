@@ -162,7 +162,7 @@ def test_a_folder_never_gets_shorter(shelf: Shelf, tmp_path: Path) -> None:
 def test_variables_for_other_runs_change_nothing(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep's, a resumed run's, another process's; the project's name counts, also later. wandb's
+    """A sweep's, a resumed run's, another process's; the tags and the project's name count. wandb's
     own logs don't stay in the home directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name, value in {
@@ -178,7 +178,7 @@ def test_variables_for_other_runs_change_nothing(
     sync_run(shelf, RUN, WandbTracker(tmp_path))
     assert dict(os.environ) == before
     found = run_in(folder_in(tmp_path))
-    assert found["id"] == RUN
+    assert (found["id"], found["tags"]) == (RUN, ["nightly"])
     assert len(found["series"]["loss"]) == 5
     assert not [*tmp_path.glob("home/**/*")]
     monkeypatch.setenv("WANDB_PROJECT", "cats/dogs")
