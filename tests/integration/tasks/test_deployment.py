@@ -149,8 +149,8 @@ def test_a_killed_run_is_resumed_by_the_automation(tmp_path: Path) -> None:
     assert train_states(killed.id) == ["Crashed"]
     assert newest_run()[1] != run_id
     summary = summary_of(tmp_path, newest_run()[1])
-    assert summary.resumed_from_step is not None
-    assert summary.resumed_from_step % 5 == 0
+    # A multiple of 5, unless the dying cluster's workers heard of it in time to save once more.
+    assert summary.resumed_from_step == max(steps_saved(tmp_path, run_id))
 
 
 def summary_of(folder: Path, run_id: str) -> TrainingSummary:
