@@ -14,6 +14,7 @@ heartbeat of it for so long: its machine may have gone down. Each flow run sends
 """
 
 import argparse
+import math
 import sys
 from datetime import timedelta
 from uuid import UUID
@@ -117,20 +118,28 @@ def silence(deployment_id: UUID, within: timedelta) -> EventTrigger:
     )
 
 
+def seconds(text: str) -> float:
+    """Read a finite number of seconds."""
+    value = float(text)
+    if not 0 <= value < math.inf:  # NaN neither
+        raise ValueError(text)
+    return value
+
+
 def main() -> None:
     """Register, and say what was done."""
     parser = argparse.ArgumentParser(description="Has Prefect resume a deployment's crashed runs.")
     parser.add_argument("deployment", help="its name, for example train-ddp/nightly")
     parser.add_argument(
         "--after",
-        type=float,
+        type=seconds,
         default=AFTER_S,
         metavar="SECONDS",
         help="how long after the crash the new run begins (default: %(default)g)",
     )
     parser.add_argument(
         "--lost-after",
-        type=float,
+        type=seconds,
         metavar="SECONDS",
         help="set a run to Crashed after so many seconds without a heartbeat; choose more than "
         "the server or the network may be down (default: such a run stays Running)",

@@ -129,6 +129,7 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
     with get_client(sync_client=True) as client:
         deployment_id = client.create_deployment(client.create_flow(trains), "lost")
         assert "give at least 60" in register("--lost-after", "59").stderr
+        assert "invalid seconds value: 'nan'" in register("--lost-after", "nan").stderr
         assert "for 60 s counts as crashed" in register("--lost-after", "60").stdout
         given = {"params": {"world_size": 3}}
         lost = client.create_flow_run_from_deployment(deployment_id, parameters=given)
