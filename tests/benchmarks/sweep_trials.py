@@ -27,3 +27,10 @@ def trial(ctx: RankContext, lr: float) -> float:
         ctx.report(loss=loss)
         time.sleep(STEP_S)
     return time.monotonic() - began
+
+
+def idle(lr: float) -> float:
+    """Wait as long as `trial` trains; return the seconds."""
+    began = time.monotonic()
+    time.sleep(NUM_STEPS * STEP_S)
+    return time.monotonic() - began
