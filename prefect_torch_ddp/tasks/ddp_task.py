@@ -222,14 +222,16 @@ class GangTask(Task[P, R]):
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
+        task = self._from_here()
         with submitting(self.fn, args, kwargs):
-            made: Any = Task.submit(self._from_here(), *args, **kwargs)
+            made: Any = Task.submit(task, *args, **kwargs)
         return watched(made, self.params.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
+        task = self._from_here()
         with submitting(self.fn, args, kwargs):
-            made: Any = Task.map(self._from_here(), *args, **kwargs)
+            made: Any = Task.map(task, *args, **kwargs)
         made[:] = [watched(each, self.params.stop_grace_s) for each in made]
         return made
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
@@ -88,7 +88,7 @@ def trackers_fed(params: ContextParams, storage: Storage, experiment: str) -> It
             late = "its process ended early" if status else ""
             late = f"its last sync took over {limit_s:g} s" if status is None else late
             answers.seek(0)
-            for told in _last_of_each(answers.read()):
+            for told in _last_of_each(answers.read(), params.trackers):
                 _log(logger, told, told.trouble or ("" if told.is_last else late), params.storage)
 
 
@@ -139,9 +139,11 @@ def _end(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
     return status
 
 
-def _last_of_each(answers: bytes) -> Iterator[Told]:
+def _last_of_each(answers: bytes, trackers: Iterable[str]) -> Iterator[Told]:
     """Yield what was said last of each run and tracker; of a tracker, if it has no run."""
-    last = {(each.tracker, each.run_id): each for each in Told.read(answers)}
+    # A process that died before it said anything is told of too.
+    all_told = [*(Told(name, "") for name in trackers), *Told.read(answers)]
+    last = {(each.tracker, each.run_id): each for each in all_told}
     with_runs = {each.tracker for each in last.values() if each.run_id}
     for each in last.values():
         if each.run_id or each.trouble or each.tracker not in with_runs:

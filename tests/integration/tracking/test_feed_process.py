@@ -1,19 +1,27 @@
 """The process that feeds trackers ends with its flow, with one more sync or at once."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+from distributed import LocalCluster
+from prefect import flow
+from prefect_dask import DaskTaskRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from prefect_torch_ddp import ddp_task, list_runs
+from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.run_record import RunRecord, write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.watch import tracker_feed
 from prefect_torch_ddp.tracking.trackers.feed import Feed, Told
 from tests.support.waiting import HANG_S, wait_until
+from tests.workloads.fed_flows import NUM_STEPS, fit
 
 RUN = "calm-otter-12345678"
 
@@ -72,3 +80,53 @@ def test_without_its_flow_it_ends_at_once(feed: tuple) -> None:
     process, _ = feed
     process.stdin.close()
     assert process.wait(HANG_S) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda task: task(),
+        lambda task: task.submit().result(),
+        lambda task: task.map([1000]).result(),
+    ],
+    ids=["called", "submitted", "mapped"],
+)
+@pytest.mark.usefixtures("prefect_api")
+def test_a_task_is_fed_however_it_is_called(
+    call: Callable[[Any], object],
+    dask_cluster: LocalCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A flow with one call of one kind has its run in TensorBoard's files."""
+    logs, store = tmp_path / "logs", str(tmp_path / "store")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(logs))
+    train = ddp_task(world_size=1, trackers=["tensorboard"], storage=store)(fit)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def fed() -> None:
+        call(train)
+
+    fed()
+    (run_id,) = list_runs(store)["run_id"]
+    points = EventAccumulator(str(logs / run_id)).Reload().Scalars("loss")
+    assert [each.step for each in points] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_process_that_dies_at_once_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it has said a word: the warning has the command that sends what it should have."""
+
+    @flow
+    def fed() -> None:
+        params = ContextParams(trackers=["tensorboard"])
+        with tracker_feed.trackers_fed(params, DirectoryStorage(tmp_path), "e"):
+            for child in psutil.Process().children():
+                if "prefect_torch_ddp.tracking.trackers.feed" in child.cmdline():
+                    child.kill()
+
+    fed()
+    assert "tensorboard doesn't have all of the flow's runs: its process ended early" in caplog.text
+    assert "sync RUN --tracker tensorboard --storage" in caplog.text
