@@ -7,9 +7,11 @@ import os
 import resource
 import shutil
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Iterator
-from itertools import count, pairwise
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from distributed import Client
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp.data import table
@@ -31,9 +32,15 @@ from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.benchmarks import peers
 from tests.benchmarks.beside import median_and_half, rounds, show
 from tests.benchmarks.image_servers import SECRETS_OF_NOBODY, Served, proxy, run_nginx
-from tests.benchmarks.table_parts import FEATURES, FILE_ROWS, META, NUM_COLUMNS, rows_of
+from tests.benchmarks.peers.environments import make, python_of
+from tests.benchmarks.peers.runs import AS_A_USER
+from tests.benchmarks.table_parts import FEATURES, FILE_ROWS, META, rows_of
+from tests.benchmarks.table_training import Training
+from tests.support.separate_cluster import end
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = rounds(5)
@@ -88,34 +95,49 @@ def by_hand(client: Client, folder: Path, size: int) -> Iterator[Any]:
                 yield x[some], y[some]
 
 
-class Training:
-    """A three-layer perceptron, which makes a number of steps at a time and continues from
-    there."""
+class WithRay:
+    """The same training with Ray Data, in another process."""
 
-    def __init__(self, batches: Iterator[Any], hidden: int) -> None:
-        sizes = (NUM_COLUMNS - 1, hidden, hidden, 1)
-        layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
-        self._model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
-        self._batches: Any = batches
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
 
     def run(self, num_steps: int) -> float:
         """Return the seconds of so many steps."""
-        began_s = time.perf_counter()
-        for _ in range(num_steps):
-            x, y = next(self._batches)
-            loss = nn.functional.mse_loss(self._model(x)[:, 0], y)
-            self._optimizer.zero_grad()
-            loss.backward()
-            self._optimizer.step()
-        return time.perf_counter() - began_s
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(num_steps, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("seconds "):
+                return float(line.split()[1])
+        raise AssertionError(self._process.wait())
 
     def close(self) -> None:
-        """Let go of what is read ahead."""
-        self._batches.close()
+        """End it."""
+        self._process.communicate(timeout=HANG_S)
 
 
-def turn_about(ways: dict[str, Training], batch_size: int, num_steps: int, head: str) -> None:
+@contextmanager
+def with_ray(folder: Path, *numbers: int) -> Iterator[WithRay]:
+    """Start the training under the interpreter of the benchmark of peers."""
+    make("ray")
+    script = Path(peers.__file__).with_name("table_with_ray.py")
+    with subprocess.Popen(
+        [str(python_of("ray")), str(script), str(folder), *map(str, numbers)],
+        env={**os.environ, **AS_A_USER},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield WithRay(process)
+        finally:
+            if process.poll() is None:
+                end(psutil.Process(process.pid))
+
+
+def turn_about(
+    ways: Mapping[str, Training | WithRay], batch_size: int, num_steps: int, head: str
+) -> None:
     """Print rows/s of each training, and its ratio to the first one."""
     for training in ways.values():
         training.run(20)
@@ -165,6 +187,21 @@ def test_table_in_a_bucket_and_by_hand(folder: Path, client: Client, tmp_path: P
         }
         trainings = {name: Training(batches, hidden) for name, batches in ways.items()}
         turn_about(trainings, size, FILE_ROWS // size, f"batches of {size}, {hidden} hidden")
+
+
+@pytest.mark.parametrize("shuffled_rows", [0, 4 * GROUP_ROWS])
+def test_table_beside_ray_data(folder: Path, shuffled_rows: int) -> None:
+    """Print rows/s of a table and of Ray Data's iterator on the same files, in their order or with
+    a local shuffle buffer."""
+    torch.set_num_threads(1)
+    size, hidden = 256, 512
+    rows = table(folder, features=FEATURES, target="target")
+    with with_ray(folder, size, hidden, shuffled_rows) as ray:
+        ways: dict[str, Training | WithRay] = {
+            "table": Training(batches_of(rows, size), hidden),
+            f"Ray Data, {shuffled_rows} rows shuffled": ray,
+        }
+        turn_about(ways, size, STEPS_A_ROUND, f"batches of {size}, {hidden} hidden")
 
 
 def test_table_prepared_beside_to_parquet(client: Client, tmp_path: Path) -> None:
