@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prefect_torch_ddp.checkpoint.shard import Shard
 from prefect_torch_ddp.checkpoint.state.replicas import Replicas
@@ -63,7 +64,11 @@ class VirtualRanks:
         """Those that are trained in the loop under way."""
         self._owes = False
         """Whether the step's gradients are still to be summed."""
+        self._is_in_loop = False
         self._settings = _compute_alike()
+        if info.world_size > 1:
+            hook: Any = self._check_step
+            self._settings.callback(register_optimizer_step_pre_hook(hook).remove)
 
     def close(self) -> None:
         """Give torch its settings back."""
@@ -92,6 +97,7 @@ class VirtualRanks:
 
         Who trains one after the other, such as in a cross-validation, has the earlier ones freed.
         """
+        self._is_in_loop = True
         models = [model() for model in self._wrapped]
         held = torch.tensor([model is not None for model in models], dtype=torch.int32)
         if self._world_size > 1 and models:
@@ -102,6 +108,7 @@ class VirtualRanks:
 
     def leave_loop(self) -> None:
         """Hold no model beyond its loop."""
+        self._is_in_loop = False
         self._models = []
 
     def begin_step(self, step: int, _share: BatchShare | None) -> None:
@@ -161,6 +168,23 @@ class VirtualRanks:
     def shares(self, objects: Mapping[str, Any]) -> dict[Shard, Any]:
         """Deal out what each rank holds whole."""
         return dealt_out(objects, self._info)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a step outside a loop on gradients of a wrapped model, which nobody has summed."""
+        if self._is_in_loop or torch.compiler.is_compiling():
+            return
+        models = [model for held in self._wrapped if (model := held()) is not None]
+        wrapped = {id(parameter) for model in models for parameter in model.parameters()}
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            # Whoever has an optimizer make its state sets gradients to zeros.
+            if id(parameter) in wrapped and parameter.grad is not None and parameter.grad.any():
+                msg = (
+                    "an optimizer is about to step outside ctx.steps on gradients of a model given "
+                    "to ctx.wrap; with determinism='elastic' the ranks sum gradients only in "
+                    "ctx.micro_batches. Loop over ctx.steps(...) and, in it, over "
+                    "ctx.micro_batches(batch), or leave out determinism='elastic'"
+                )
+                raise InvalidParamsError(msg)
 
     def _of_one(
         self, share: VirtualShare, num_global: int, max_samples: int | None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefect_torch_ddp import RankContext, read_ledger
+from prefect_torch_ddp import InvalidParamsError, RankContext, read_ledger
 from prefect_torch_ddp.rank.config import RankConfig
 from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
@@ -97,3 +97,28 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
     assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
+
+
+def own_loop(ctx: RankContext) -> str:
+    """Train without ctx.steps; return what that is refused with."""
+    model = ctx.wrap(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().mul(0).backward()
+    optimizer.step()  # as who makes an optimizer's state does it, of gradients that are zeros
+    try:
+        model(torch.full((2, 4), ctx.rank + 1.0)).sum().backward()
+        optimizer.step()
+    except InvalidParamsError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_outside_the_loop_is_refused_on_several_ranks(
+    tmp_path: Path, world_size: int
+) -> None:
+    """Nobody sums its gradients: the replicas would drift apart. One rank has nothing to sum."""
+    for said in train_on(world_size, elastic_config(tmp_path), own_loop):
+        assert said.startswith("an optimizer is about to step outside ctx.steps") == (
+            world_size == 2
+        )
