@@ -136,7 +136,8 @@ class ContextAssembly:
         progress = self.progress
         try:
             self._close_loops(failed=failed)
-            if self._has("saver") or (self.info.world_size > 1 and not failed):
+            asks = self.info.world_size > 1 or self.config.resume_from is not None
+            if self._has("saver") or (asks and not failed):
                 self.training_state.close(failed=failed, error=error)
             if progress.stopped_by is not None and not failed:
                 last = self.saver.last

@@ -119,6 +119,7 @@ class TrainingState:
         self._refuse_folders("ctx.steps")
         self._numbers.begin_steps()
         if self._restorer is None:
+            self._check_resumed()
             self._set_gone()  # or ranks that track something would wait for this one
 
     def enter_call(self, loop: int) -> None:
@@ -160,6 +161,18 @@ class TrainingState:
                     self._saver.finish()
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._set_gone()
+            self._check_resumed()
+
+    def _check_resumed(self) -> None:
+        """Refuse a `resume_from` of a training that takes nothing from there; rank 0 looks."""
+        config = self._config
+        if config.trains and config.resume_from and self._info.rank == 0 and self._restorer is None:
+            msg = (
+                f"resume_from names run {config.resume_from.run_id}, but nothing was restored from "
+                "it: the function called neither ctx.track nor ctx.checkpoint_folder; call one of "
+                "them before ctx.steps, or leave out resume_from"
+            )
+            raise InvalidParamsError(msg)
 
     def _refuse_folders(self, name: str) -> None:
         if self._saver.holds_folders:

@@ -478,3 +478,14 @@ def test_checkpoints_come_by_time(tmp_path: Path) -> None:
         ctx.track(model=nn.Linear(1, 1))
         assert len(list(steps_over(ctx))) == 4
     assert len(list(tmp_path.rglob("manifest.json"))) == 4
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["before its steps", "at its end"])
+def test_a_resume_from_that_nothing_is_taken_from_is_refused(tmp_path: Path, loops: bool) -> None:
+    """Without ctx.track a training would begin anew, and look as if it had been continued."""
+    with (
+        pytest.raises(InvalidParamsError, match="nothing was restored from it"),
+        RankContext.local(storage=tmp_path, run_id="next", resume_from="first") as ctx,
+    ):
+        for _ in ctx.steps(total=1) if loops else ():
+            pytest.fail("a step was made")
