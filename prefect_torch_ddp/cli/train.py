@@ -146,11 +146,13 @@ def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return changes; a group that is changed keeps its other values."""
-    return {
-        name: {**(values.get(name) or {}), **value} if isinstance(value, dict) else value
-        for name, value in changes.items()
-    }
+    """Return changes; a group that is changed, at any depth, keeps its other values."""
+    over = {}
+    for name, value in changes.items():
+        before = values.get(name)
+        group = before if isinstance(before, dict) else {}
+        over[name] = {**group, **_over(group, value)} if isinstance(value, dict) else value
+    return over
 
 
 def _check_workload(params: "TrainParams") -> None:

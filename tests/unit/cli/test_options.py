@@ -7,6 +7,7 @@ import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
+from prefect_torch_ddp.cli.train import _over
 from prefect_torch_ddp.records.run_record import write_record
 from tests.support.pages import BEGAN, RECORD
 
@@ -121,3 +122,14 @@ def test_an_empty_storage_says_so(tmp_path: Path) -> None:
     """The error names the option for another storage."""
     with pytest.raises(InvalidParamsError, match=r"there is no run in .*; choose .* --storage"):
         find_run(DirectoryStorage(tmp_path), "latest")
+
+
+def test_a_changed_group_keeps_its_other_values_at_any_depth() -> None:
+    """Else a job's queue and account would go with a change of its memory."""
+    kwargs = {"queue": "gpu", "account": "a", "memory": "8GB"}
+    before = {"cluster": {"cluster_class": "dask_jobqueue.SLURMCluster", "cluster_kwargs": kwargs}}
+    changes = nested({"cluster.cluster_kwargs.memory": "16GB", "checkpoint.every_s": 5}, "-p")
+    assert _over(before, changes) == {
+        "cluster": {**before["cluster"], "cluster_kwargs": {**kwargs, "memory": "16GB"}},
+        "checkpoint": {"every_s": 5},
+    }
