@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from prefect.context import FlowRunContext
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging import get_run_logger
 from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.feed import OVER, Feed, Told
@@ -98,12 +99,19 @@ def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: st
     Further calls in the same flow run, for the same trackers, storage and experiment, do nothing.
 
     Raises:
-        InvalidParamsError: as `check_trackers`.
+        InvalidParamsError: as `check_trackers`; or this is within a task of the flow.
     """
     check_trackers(params.trackers, storage)
-    context = FlowRunContext.get()
+    context, outer = FlowRunContext.get(), TaskRunContext.get()
     if not params.trackers or context is None or context.flow_run is None:
         return
+    if outer is not None and outer.task_run.flow_run_id == context.flow_run.id:
+        # Each of the flow's tasks would have a process, and all of them feed the same runs.
+        msg = (
+            f"a ddp_task with trackers={list(params.trackers)} can't be called within a task: call "
+            "it in the flow, or leave out trackers and run `prefect-torch-ddp sync` later"
+        )
+        raise InvalidParamsError(msg)
     if not isinstance(context.task_runner, DaskTaskRunner):
         return  # the task itself refuses it
     _Feeds.of(context.task_runner).begin(params, storage, experiment)
@@ -159,3 +167,5 @@ def _log(logger: Any, told: Told, trouble: str, storage: str) -> None:
         logger.warning(text, told.tracker, of, trouble, shlex.join(sync))
     elif told.url:
         logger.info("run %s in %s: %s", run, told.tracker, told.url)
+    elif not told.run_id:
+        logger.info("%s got no run: the flow has none in %s", told.tracker, storage)

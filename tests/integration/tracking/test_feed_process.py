@@ -9,11 +9,12 @@ from typing import Any
 import psutil
 import pytest
 from distributed import LocalCluster
-from prefect import flow
+from prefect import flow, task
 from prefect_dask import DaskTaskRunner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from prefect_torch_ddp import ddp_task, list_runs
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.run_record import RunRecord, write_record
@@ -130,3 +131,21 @@ def test_a_process_that_dies_at_once_is_told_of(
     fed()
     assert "tensorboard doesn't have all of the flow's runs: its process ended early" in caplog.text
     assert "sync RUN --tracker tensorboard --storage" in caplog.text
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_call_within_a_task_is_refused(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """Each of the flow's tasks would have a process, and all of them feed the same runs."""
+    train = ddp_task(world_size=1, trackers=["tensorboard"], storage=str(tmp_path))(fit)
+
+    @task
+    def fold() -> None:
+        train()
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def fed() -> None:
+        fold.submit().result()
+
+    with pytest.raises(InvalidParamsError, match="can't be called within a task"):
+        fed()
+    assert not list(tmp_path.iterdir())
