@@ -34,12 +34,14 @@ from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.tracker_feed import feed_until_flow_ends
-from prefect_torch_ddp.tasks.watch.watched_task import watched
+from prefect_torch_ddp.tasks.watch.watched_task import watched, watched_list
 from prefect_torch_ddp.tracking.digest import value_digest
 
 P = ParamSpec("P")
 R = TypeVar("R")
 RankFunction = Callable[Concatenate[RankContext, P], R]
+STATE = "return_state"
+"""A keyword of Prefect's, whose own wait for the state isn't watched."""
 
 
 @exported_by("prefect_torch_ddp")
@@ -222,18 +224,21 @@ class GangTask(Task[P, R]):
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
+        wants_state = kwargs.pop(STATE, False)
         task = self._from_here()
         with submitting(self.fn, args, kwargs):
             made: Any = Task.submit(task, *args, **kwargs)
-        return watched(made, self.params.stop_grace_s)
+        future = watched(made, self.params.stop_grace_s)
+        return _state_of(future) if wants_state else future
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
+        wants_state = kwargs.pop(STATE, False)
         task = self._from_here()
         with submitting(self.fn, args, kwargs):
             made: Any = Task.map(task, *args, **kwargs)
-        made[:] = [watched(each, self.params.stop_grace_s) for each in made]
-        return made
+        futures = watched_list(made, self.params.stop_grace_s)
+        return [_state_of(each) for each in futures] if wants_state else futures
 
     def with_options(self, **options: Any) -> Self:
         """Make a task that differs in some options, Prefect's or those of `ddp_task`."""
@@ -243,6 +248,11 @@ class GangTask(Task[P, R]):
         made.__dict__.update(super().with_options(**prefects).__dict__)
         made.code = self.code
         return made.with_params(checked(TaskParams, {**given, **ours}))
+
+
+def _state_of(future: Any) -> Any:
+    future.wait()
+    return future.state
 
 
 @dataclass(kw_only=True)

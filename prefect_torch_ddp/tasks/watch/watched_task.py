@@ -1,8 +1,9 @@
 """Waiting for a submitted task under watch, where Dask and Prefect would wait forever."""
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from distributed import Client, Future
@@ -10,6 +11,7 @@ from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.futures import PrefectFutureList
 from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -34,10 +36,12 @@ def follow(
     client: Client,
     *,
     owns_workers: bool,
-    timeout_s: float = float("inf"),
-    workers_timeout_s: float = float("inf"),
+    left_s: Callable[[], float] = lambda: math.inf,
+    workers_timeout_s: float = math.inf,
 ) -> None:
-    """Wait until the task has ended, well or not, or the time is over.
+    """Wait until the task has ended, well or not, or no time is left.
+
+    `left_s` is asked about every second.
 
     Raises:
         SupervisorLostError, SchedulerLostError: what ran the task is lost. Then the task run is
@@ -51,7 +55,8 @@ def follow(
         client, future, owns_workers=owns_workers, workers_timeout_s=workers_timeout_s
     )
     try:
-        _watch(task, watch, Display(_name_of(future), client, task.task_run_id), timeout_s)
+        display = Display(_name_of(future), client, task.task_run_id)
+        _watch(task, watch, display, left_s)
         if future.status != "pending":
             future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
@@ -68,20 +73,20 @@ def follow(
 
 
 def _watch(
-    task: PrefectDaskFuture[Any], watch: TaskWatch, display: Display, timeout_s: float
+    task: PrefectDaskFuture[Any], watch: TaskWatch, display: Display, left_s: Callable[[], float]
 ) -> None:
     future, started_s = task.wrapped_future, time.monotonic()
     sign = WaitingSign(display.take)
     with display:
-        while future.status == "pending" and (waited_s := time.monotonic() - started_s) < timeout_s:
-            PrefectDaskFuture.wait(task, min(CALLED_EVERY_S, timeout_s - waited_s))
+        while future.status == "pending" and (wait_s := min(CALLED_EVERY_S, left_s())) > 0:
+            PrefectDaskFuture.wait(task, wait_s)
             _raise_if_suspended()
             if future.status == "pending":
                 watch.look()
                 if (
                     display.is_shown
                     and not display.has_news
-                    and (why := watch.why_not_begun(waited_s))
+                    and (why := watch.why_not_begun(time.monotonic() - started_s))
                 ):
                     sign.show(why)
                 display.turn()
@@ -124,17 +129,17 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the task has ended, or is lost, or the seconds are over."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        self.wait_for(lambda: until_s - time.monotonic())
+
+    def wait_for(self, left_s: Callable[[], float]) -> None:
+        """Wait so, while there are seconds left; that is asked about every second."""
         if self._loss is not None or self._final_state is not None:
             return
         try:
             # Other tasks may run on these workers, and for good reasons be silent: the task's
             # own is watched, no other.
-            follow(
-                self,
-                self._client,
-                owns_workers=False,
-                timeout_s=float("inf") if timeout is None else timeout,
-            )
+            follow(self, self._client, owns_workers=False, left_s=left_s)
         except (SupervisorLostError, SchedulerLostError) as error:
             self._loss = error
         except Exception:  # noqa: BLE001 - `result` raises it
@@ -160,6 +165,38 @@ class WatchedFuture(PrefectDaskFuture[R]):
         if raise_on_failure:
             raise self._loss
         return self._loss  # type: ignore[return-value]  # as Prefect does with a failed task
+
+    def has_failed(self) -> bool:
+        """Tell whether the task has ended, and not well; without waiting."""
+        if self._loss is None and self._final_state is None:
+            if self.wrapped_future.status == "pending":
+                return False
+            self.wait()
+        return self._final_state is None or not self._final_state.is_completed()
+
+
+class WatchedFutures(PrefectFutureList[R]):
+    """Futures of a mapped task. Prefect's own list waits for all at once, and watches none."""
+
+    # The signature is Prefect's.
+    def result(
+        self,
+        timeout: float | None = None,
+        raise_on_failure: bool = True,  # noqa: FBT001, FBT002
+    ) -> list[R]:
+        """Return the results in their order; of a task that fails, its error as soon as it has.
+
+        Raises:
+            SupervisorLostError, SchedulerLostError: a task was lost.
+        """
+        own = [each for each in self if isinstance(each, WatchedFuture)]
+        if timeout is not None or len(own) < len(self):
+            return super().result(timeout, raise_on_failure)
+        for future in own if raise_on_failure else ():
+            future.wait_for(lambda: 0 if any(each.has_failed() for each in own) else math.inf)
+            for failed in (each for each in own if each.has_failed()):
+                failed.result()
+        return [each.result(raise_on_failure=raise_on_failure) for each in own]
 
 
 def _stop_if_left(
@@ -198,3 +235,9 @@ def watched(made: Any, grace_s: float) -> Any:
         stack.callback(_stop_if_left, made, grace_s, is_suspended)
         return future
     return made  # a state, or another runner's future
+
+
+def watched_list(made: Iterable[Any], grace_s: float) -> Any:
+    """Return the futures of a mapped task in a list of their kind, each as `watched` returns it."""
+    kind: Any = WatchedFutures
+    return kind(watched(each, grace_s) for each in made)

@@ -9,12 +9,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 from uuid import UUID
 
 import pytest
 from distributed import LocalCluster
-from prefect import Task, flow
+from prefect import Task, flow, unmapped
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -608,3 +609,27 @@ def test_a_new_run_begins_from_another_with_its_ledger(
         assert found == expected
     assert read_ledger(tmp_path, begun["run_id"]).is_clean
     assert read_ledger(tmp_path, undisturbed["run_id"]).epochs == ()
+
+
+def wait_or_fail(ctx: RankContext, folder: str, what: str) -> None:
+    """Wait until the other one has failed and its flow has ended this one; or fail."""
+    if what == "fails":
+        wait_until((Path(folder) / "waits").exists)
+        msg = "as told"
+        raise ValueError(msg)
+    (Path(folder) / what).touch()
+    Event().wait()
+
+
+def test_of_mapped_calls_one_that_fails_is_heard_of_at_once(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Though the one before it still trains, which is ended with the flow."""
+    train = ddp_task(world_size=1, storage=str(tmp_path / "store"), stop_grace_s=1)(wait_or_fail)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def mapped() -> None:
+        train.map(unmapped(str(tmp_path)), ["waits", "fails"]).result()
+
+    with pytest.raises(RankFailedError, match="as told"):
+        mapped()

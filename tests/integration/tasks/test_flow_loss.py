@@ -2,20 +2,28 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import psutil
 import pytest
+from prefect import flow, unmapped
+from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
     CheckpointParams,
     ClusterParams,
+    RankContext,
     SchedulerLostError,
     TrainParams,
+    ddp_task,
     train_flow,
 )
+from prefect_torch_ddp.errors import SupervisorLostError
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
-from tests.support.separate_cluster import SeparateCluster
+from tests.support.separate_cluster import SeparateCluster, stop
 from tests.support.waiting import wait_until
+from tests.workloads import write_pid
 
 pytestmark = [
     pytest.mark.long,
@@ -71,3 +79,37 @@ def _kill_when_marked(scheduler: psutil.Process, mark: Path) -> None:
     rank = psutil.Process(int(mark.read_text()))
     scheduler.kill()
     wait_until(lambda: not rank.is_running())
+
+
+def hold(ctx: RankContext, folder: str, name: str) -> None:
+    """Leave the rank's pid, and wait until its worker is lost."""
+    write_pid(Path(folder), name)
+    Event().wait()
+
+
+@pytest.mark.parametrize("how", ["mapped", "for its state"])
+def test_the_worker_of_a_submitted_task_is_stopped(
+    others: SeparateCluster, tmp_path: Path, how: str
+) -> None:
+    """Whoever waits for mapped calls, or for a call's state, hears of it as with `result`."""
+    train: Any = ddp_task(world_size=1, storage=str(tmp_path / "store"))(hold)
+
+    @flow(task_runner=DaskTaskRunner(address=others.address))
+    def waits() -> None:
+        if how == "mapped":
+            train.map(unmapped(str(tmp_path)), ["rank"]).result()
+        state = train.submit(str(tmp_path), "rank", return_state=True)
+        assert state.is_crashed()
+        raise SupervisorLostError(state.message)
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(_stop_worker_of, tmp_path / "rank")
+        with pytest.raises(SupervisorLostError, match="was silent for"):
+            waits()
+        stopping.result()
+
+
+def _stop_worker_of(pid: Path) -> None:
+    """Stop the Dask worker of a rank."""
+    wait_until(lambda: pid.exists() and pid.read_text())
+    stop(psutil.Process(int(pid.read_text())).parents()[1])
