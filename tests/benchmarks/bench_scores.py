@@ -59,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
         for module in (pet_names, cifar10, land_use)
     }
     (found[pet_names] / "names.txt").write_text("\n".join(some_names(700)), encoding="utf-8")
-    write_cifar10(found[cifar10], 200)
+    write_cifar10(found[cifar10], 300)
     write_images(found[land_use], NUM_CLASSES, 24)
     return found
 
