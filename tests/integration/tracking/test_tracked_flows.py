@@ -169,7 +169,8 @@ def test_the_process_ends_with_a_flow_that_is_stopped(
     newest = max(each.step for each in list_manifests(storage, run_id))
     points = expected(tmp_path, run_id)["loss"]
     assert series["loss"] == [point for point in points if point[0] < newest]
-    assert status == ("RUNNING" if number == signal.SIGKILL else "KILLED")
+    # The dying cluster's workers may hear of it in time to put the failure on record.
+    assert status in ({"RUNNING", "FAILED"} if number == signal.SIGKILL else {"KILLED"})
 
 
 def is_known(server: MlflowServer, folder: Path) -> bool:
