@@ -2,8 +2,8 @@
 standard input it makes so many and prints their seconds.
 
 As in Ray's guide "Iterating over Data": `iter_torch_batches` with a `NumpyBatchCollateFn`, and with
-a local shuffle buffer if one is asked for. Ray starts on this machine
-by itself; its dashboard is off.
+a local shuffle buffer if one is asked for. Ray starts on this machine by itself; its dashboard is
+off.
 """
 
 import sys

@@ -27,7 +27,7 @@ def train(ctx: RankContext, until: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.rand(200_000, 4))
     for (inputs,) in ctx.steps(ctx.loader(data, global_batch_size=2), epochs=1):
-        time.sleep(0.005 + SLOW_S * ctx.rank)
+        time.sleep(SLOW_S * ctx.rank)
         descend(ctx, optimizer, model(inputs).square().mean())
         if ctx.rank == 0 and Path(until).exists():
             ctx.request_stop("the test has seen enough")
@@ -52,8 +52,8 @@ def test_the_slow_rank_is_named_while_it_trains(tmp_path: Path) -> None:
     table = rank_table(newest_lines(storage, "run")).splitlines()
     cells = [row.split("|") for row in table[2:4]]
     compute, waiting = ([float(row[at].strip(" %")) for row in cells] for at in (6, 7))
-    assert compute[1] > compute[0]
-    assert waiting[0] > waiting[1]
+    assert compute[1] > 2 * compute[0]
+    assert waiting[0] > 50 > waiting[1]
     assert all("MB" in row[9] for row in cells)
 
 
