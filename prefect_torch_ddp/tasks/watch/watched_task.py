@@ -17,11 +17,13 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import (
+    GangCancelledError,
     NotEnoughWorkersError,
     SchedulerLostError,
     SupervisorLostError,
 )
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
+from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import CALLED_EVERY_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
@@ -48,6 +50,7 @@ def follow(
             Crashed at Prefect, where it would stay Running forever.
         NotEnoughWorkersError: the cluster has had no worker for `workers_timeout_s`; after the task
             had begun, that is a SupervisorLostError.
+        GangCancelledError: who waits is a Dask task itself, and isn't wanted any more.
         Pause: the flow run was suspended.
     """
     future: Future[Any] = task.wrapped_future
@@ -76,11 +79,14 @@ def _watch(
     task: PrefectDaskFuture[Any], watch: TaskWatch, display: Display, left_s: Callable[[], float]
 ) -> None:
     future, started_s = task.wrapped_future, time.monotonic()
-    sign = WaitingSign(display.take)
+    sign, why_unwanted = WaitingSign(display.take), own_task_watch()
     with display:
         while future.status == "pending" and (wait_s := min(CALLED_EVERY_S, left_s())) > 0:
             PrefectDaskFuture.wait(task, wait_s)
             _raise_if_suspended()
+            if why := why_unwanted():
+                msg = f"the wait for {_name_of(future)} was ended by {why}"
+                raise GangCancelledError(msg)
             if future.status == "pending":
                 watch.look()
                 if (
@@ -142,6 +148,9 @@ class WatchedFuture(PrefectDaskFuture[R]):
             follow(self, self._client, owns_workers=False, left_s=left_s)
         except (SupervisorLostError, SchedulerLostError) as error:
             self._loss = error
+        except GangCancelledError:
+            if self.wrapped_future.status == "pending":
+                raise  # who waits was cancelled; else it is the task's own
         except Exception:  # noqa: BLE001 - `result` raises it
             return
         else:

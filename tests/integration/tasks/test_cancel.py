@@ -77,6 +77,31 @@ if __name__ == "__main__":
     of_a_user(sys.argv[1])
 """
 
+WITHIN_A_TASK = """
+import sys
+from prefect import flow, task
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import CheckpointParams, ddp_task
+from tests.workloads import hanging
+
+train = ddp_task(
+    world_size=1,
+    storage=sys.argv[2],
+    checkpoint=CheckpointParams(every_steps=50, every_s=None),
+)(hanging.train_until_enough).with_options(name="train")
+
+@task
+def outer(folder: str) -> None:
+    train.submit(folder).result()
+
+@flow(name="within-a-task", task_runner=DaskTaskRunner(address=sys.argv[3]))
+def within_a_task(folder: str) -> None:
+    outer.submit(folder).result()
+
+if __name__ == "__main__":
+    within_a_task(sys.argv[1])
+"""
+
 
 def params_of(folder: Path, **more: object) -> TrainParams:
     """Train for ever, with a checkpoint every 50 steps."""
@@ -326,6 +351,23 @@ def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> No
     assert "the newest checkpoint is of step" in message
     why = "suspended" if how == "suspended" else "cancelled"
     assert f"{why}: the task gets" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.long
+def test_a_training_that_another_task_submitted_is_stopped_with_it(
+    tmp_path: Path, shared: ClusterParams
+) -> None:
+    """Ctrl-C of the flow reaches it through that task, though the cluster is that of others."""
+    (tmp_path / "pids").mkdir()
+    given = (str(tmp_path / "pids"), str(tmp_path / "store"), str(shared.address))
+    with flow_process(tmp_path, *given, text=WITHIN_A_TASK) as process:
+        ranks = ranks_of(tmp_path, 1)
+        wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+        wait_until_gone(ranks)
+    message = check_task_cancelled(newest_run()[0])
+    assert "all ranks stopped after step" in message
 
 
 @task
