@@ -1,5 +1,7 @@
 """Which Dask cluster a run of train-ddp uses: one that runs, a class to start, or a local one."""
 
+from typing import Any
+
 from dask.system import CPU_COUNT
 from prefect.logging import get_run_logger
 from prefect.utilities.importtools import from_qualified_name
@@ -7,19 +9,38 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
-from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
 
+def of_runner(runner: DaskTaskRunner) -> dict[str, Any]:
+    """Return what a task runner itself says of its cluster; nothing, as `DaskTaskRunner()` does."""
+    like_any, names = DaskTaskRunner(), ("address", "cluster_class", "cluster_kwargs")
+    said = {"cluster": "_cluster", **{name: name for name in (*names, "adapt_kwargs")}}
+    return {
+        name: getattr(runner, at)
+        for name, at in said.items()
+        if getattr(runner, at) != getattr(like_any, at)
+    }
+
+
 def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
-    """Have a flow run's task runner use the cluster that the parameters choose.
+    """Have a flow run's task runner use the cluster that the parameters choose, or its own.
 
     Raises:
-        InvalidParamsError: the cluster class can't be imported, or there is no scheduler's file.
+        InvalidParamsError: the cluster class can't be imported, there is no scheduler's file, or
+            the runner has a cluster of its own (`train_flow.with_options(task_runner=...)`) and
+            the parameters name another.
     """
     # A flow run has its own runner (`duplicate`), and its client is made at the first use.
     cluster = params.cluster
+    if own := of_runner(runner):
+        if cluster == ClusterParams():
+            return
+        both = f"params.cluster and the flow's task runner ({', '.join(own)})"
+        msg = f"{both} both say which Dask cluster trains: leave one of them empty"
+        raise InvalidParamsError(msg)
     if cluster.is_running:
         runner.address = scheduler_address(cluster, params.workers_timeout_s)
         runner.client_kwargs = {**runner.client_kwargs, "timeout": "10s"}

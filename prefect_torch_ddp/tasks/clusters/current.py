@@ -36,7 +36,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
+from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.frames import quiet_frames
@@ -109,9 +109,7 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     """
     if params.ranks_per_worker is not None:
         return params
-    runner, like_any = _runner(), DaskTaskRunner()
-    names = ("address", "_cluster", "cluster_class", "cluster_kwargs")
-    is_ours = all(getattr(runner, name) == getattr(like_any, name) for name in names)
+    is_ours = not of_runner(_runner())
     nothing_said = params.cluster == ClusterParams() and params.min_world_size is None
     one_worker = is_ours and nothing_said and _open_client() is None
     if one_worker and (params.max_world_size or 0) > params.world_size:

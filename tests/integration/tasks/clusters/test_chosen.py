@@ -16,6 +16,7 @@ import pytest
 from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Worker
 from prefect.client.orchestration import get_client
+from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
     CheckpointParams,
@@ -61,7 +62,7 @@ def check(report: TrainReport, prepared: str = "Completed") -> None:
 
 @pytest.mark.long
 def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
-    """Two runs on a cluster by its address complete, and the cluster stays."""
+    """Runs on a cluster by its address, or the flow's own runner, complete; the cluster stays."""
     with separate_cluster(tmp_path / "cluster") as cluster:
         with Client(cluster.address) as client:
             before = sorted(client.scheduler_info(n_workers=-1)["workers"])
@@ -72,7 +73,10 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
             storage=str(tmp_path / "store"),
             cluster=ClusterParams(address=cluster.address),
         )
-        first, second = train_flow(params), train_flow(params)
+        own: Any = DaskTaskRunner(address=cluster.address)
+        by_its_runner = train_flow.with_options(task_runner=own)
+        first = train_flow(params)
+        second = by_its_runner(params.model_copy(update={"cluster": ClusterParams()}))
         check(first)
         check(second, prepared="Cached")
         assert first.evaluation == second.evaluation

@@ -1,4 +1,4 @@
-"""The shape of a run's cluster: how many ranks a Dask worker holds."""
+"""A run's cluster: whose it is, and how many ranks a Dask worker holds."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import pytest
 from prefect.context import FlowRunContext
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams
+from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
 from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
 
 
@@ -32,3 +33,22 @@ def test_a_cluster_of_a_runs_own_has_one_worker_for_all_ranks(
     with context:
         placed = with_ranks_placed(TrainParams(world_size=3, **given))
     assert placed.ranks_per_worker == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("address", "tcp://a:8786"),
+        ("cluster_class", "distributed.LocalCluster"),
+        ("cluster_kwargs", {"n_workers": 3}),
+        ("adapt_kwargs", {"maximum": 3}),
+    ],
+)
+def test_the_cluster_of_a_flows_own_task_runner_is_kept(name: str, value: Any) -> None:
+    """`with_options(task_runner=...)` isn't overwritten in silence; two clusters are refused."""
+    runner, like = (DaskTaskRunner(**{name: value}) for _ in range(2))
+    point_at_cluster(runner, TrainParams())
+    assert {**vars(runner), "_exit_stack": None} == {**vars(like), "_exit_stack": None}
+    other = ClusterParams(cluster_kwargs={"n_workers": 2})
+    with pytest.raises(InvalidParamsError, match=rf"the flow's task runner \({name}\) both say"):
+        point_at_cluster(runner, TrainParams(cluster=other))
