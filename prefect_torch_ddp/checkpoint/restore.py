@@ -46,11 +46,21 @@ class Restorer:
     """Whether it holds what the function left at its end."""
     only_weights: bool = False
     """Whether it gives modules their state, and there is nothing to resume."""
+    restored: set[str] = field(default_factory=set)
+    """The names of the objects that got their state from it."""
 
     @property
     def manifest(self) -> Manifest | None:
         """What is resumed."""
         return None if self.only_weights else self.checkpoint
+
+    @property
+    def left(self) -> frozenset[str]:
+        """The names of its models, or of all its objects if it has none, if none was restored."""
+        objects = () if self.checkpoint is None else self.checkpoint.objects
+        own = [each for each in objects if each.object != GENERATORS and each.path is None]
+        names = {each.object for each in own if each.is_module} or {each.object for each in own}
+        return frozenset() if names & self.restored else frozenset(names)
 
     @classmethod
     def choose(
@@ -151,6 +161,7 @@ class Restorer:
         state = self._take(manifest, found)
         try:
             load_state(item, state)
+            self.restored.add(name)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error

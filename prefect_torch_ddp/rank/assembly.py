@@ -126,6 +126,12 @@ class ContextAssembly:
         """Whether the training writes its own checkpoints."""
         return self._has("program") and self.program.saves_folders
 
+    @property
+    def left(self) -> bool:
+        """Whether user code took nothing of the model in the checkpoint that it was given."""
+        resumed = self.training_state.resumed if self._has("training_state") else None
+        return resumed is None or bool(resumed.left)
+
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """See `RankContext.close`; the error is what it failed with."""
         if self._closed:

@@ -1,5 +1,6 @@
 """What a gang runs on every rank: a user's function, or a workload's stage, with a RankContext."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,13 @@ M = TypeVar("M", bound=BaseModel)
 
 MAX_IN_MEMORY_BYTES = 64 * 2**20
 """Of a variable that Dask doesn't compute, such as a mask or coordinates."""
+LEFT = (
+    "evaluate restored no model of the checkpoint of step %d: unless it loads the trained model by "
+    "itself, its scores are those of another one. Track the model there too, by the same name: "
+    "ctx.track(model=model)"
+)
+
+logger = logging.getLogger(__name__)
 
 
 def run_with_context(
@@ -75,7 +83,10 @@ def run_stage(
         value = function(context)
         current_link().send(FunctionEnded(NO_RANK))
         if config.stage == "evaluate":
-            return _report(value, workload)
+            report = _report(value, workload)
+            if config.restore_step is not None and assembly.left:
+                logger.warning(LEFT, config.restore_step)
+            return report
         plain = _plain_values(value, workload)
     uris = assembly.export_models(workload, plain)
     return {"value": plain, **assembly.outcome(), "model_uris": uris}

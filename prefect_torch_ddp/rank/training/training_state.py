@@ -118,8 +118,8 @@ class TrainingState:
         """Take no further objects: `steps` was called."""
         self._refuse_folders("ctx.steps")
         self._numbers.begin_steps()
+        self._check_resumed()
         if self._restorer is None:
-            self._check_resumed()
             self._set_gone()  # or ranks that track something would wait for this one
 
     def enter_call(self, loop: int) -> None:
@@ -165,12 +165,21 @@ class TrainingState:
 
     def _check_resumed(self) -> None:
         """Refuse a `resume_from` of a training that takes nothing from there; rank 0 looks."""
-        config = self._config
-        if config.trains and config.resume_from and self._info.rank == 0 and self._restorer is None:
+        config, restorer = self._config, self._restorer
+        if not (config.trains and config.resume_from and self._info.rank == 0):
+            return
+        nothing = f"resume_from names run {config.resume_from.run_id}, but nothing was restored"
+        if restorer is None:
             msg = (
-                f"resume_from names run {config.resume_from.run_id}, but nothing was restored from "
-                "it: the function called neither ctx.track nor ctx.checkpoint_folder; call one of "
-                "them before ctx.steps, or leave out resume_from"
+                f"{nothing} from it: the function called neither ctx.track nor "
+                "ctx.checkpoint_folder; call one of them before ctx.steps, or leave out resume_from"
+            )
+            raise InvalidParamsError(msg)
+        if not restorer.is_ours and restorer.left:
+            there, here = (", ".join(sorted(names)) for names in (restorer.left, self._objects))
+            msg = (
+                f"{nothing} of {there}, which its checkpoint has: the function tracks {here}; use "
+                "the same names, or leave out resume_from"
             )
             raise InvalidParamsError(msg)
 

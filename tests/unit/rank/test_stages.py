@@ -83,6 +83,30 @@ def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert outcome(tmp_path, "evaluate", report, monkeypatch) == report
 
 
+def test_an_evaluation_of_another_model_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever forgets ctx.track, or tracks only something else, scores untrained weights."""
+
+    def make(ctx: RankContext) -> None:
+        ctx.track(model=nn.Linear(1, 1), seen=nn.Linear(2, 1))
+        ctx.checkpoint(force=True)
+
+    run_with_context(config(tmp_path, "train"), make)
+    chosen = replace(config(tmp_path, "evaluate"), restore_step=0, restore_attempt=1)
+    says = "evaluate restored no model of the checkpoint of step 0"
+    for tracks, is_warned in [({}, True), ({"model": nn.Linear(1, 1)}, False)]:
+
+        def evaluate(ctx: RankContext, given: Any = tracks) -> Report:
+            ctx.track(**given)
+            return Report(num_samples=2, accuracy=0.5)
+
+        monkeypatch.setattr(returns, "evaluate", evaluate)
+        caplog.clear()
+        run_stage(chosen, f"{__name__}:returns")
+        assert (says in caplog.text) is is_warned
+
+
 def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dataset's id leads train to what prepare wrote."""
     monkeypatch.setattr(returns, "prepare", lambda ctx: (ctx.data / "x").write_text("made"))

@@ -3,6 +3,7 @@ that are asked for oddly."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.state.objects import read_states
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.tracked import Tracked, steps_over
@@ -195,3 +198,27 @@ def test_an_own_loop_resumes_exactly_where_it_draws_what_it_uses(
     resumed = drawn_in_an_own_loop(tmp_path / "killed", ahead=ahead)
     assert resumed[:3] == whole[:3]
     assert (resumed == whole) is not ahead
+
+
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_run_that_takes_no_model_from_another_is_refused(
+    tmp_path: Path, *, only_weights: bool
+) -> None:
+    """Under another name it would go on from random weights, and count the other's steps."""
+    with RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP) as ctx:
+        model = nn.Linear(1, 1)
+        ctx.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+        list(steps_over(ctx, 4, size=4, epochs=1))
+    first: Any = ResumePoint(DirectoryStorage(tmp_path), "local", only_weights=only_weights)
+    says = r"nothing was restored of model, which its checkpoint has: .* tracks net"
+    for has_steps in (True, False):
+        with (
+            pytest.raises(InvalidParamsError, match=says),
+            RankContext.local(storage=tmp_path / "second", resume_from=first) as ctx,
+        ):
+            ctx.track(net=nn.Linear(1, 1))
+            if has_steps:
+                next(iter(steps_over(ctx, 4, size=4, epochs=2)))
+                pytest.fail("it trains")
+    with RankContext.local(storage=tmp_path / "third", resume_from=first) as ctx:
+        ctx.track(model=nn.Linear(1, 1), head=nn.Linear(1, 1))  # its new head keeps its own weights
