@@ -1,6 +1,5 @@
 """Prefect blocks: each becomes a plain Storage, once, where the flow runs; ranks see no block."""
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ def resolve_storage(reference: str) -> Storage:
     the same is written `./s3-bucket/nightly`.
 
     Raises:
-        InvalidParamsError: there is no such block, or no storage can be made of it; says what
-            to do.
+        InvalidParamsError: there is no such block, or no storage can be made of it, or it has
+            settings that aren't used; says what to do.
     """
     if not _is_block(reference):
         return storage_from_uri(reference)
@@ -60,8 +59,18 @@ def absolute_reference(reference: str) -> str:
 
 
 def _is_block(reference: str) -> bool:
-    match = re.fullmatch(r"([a-z0-9-]+)/[^/]+", reference)
-    return match is not None and match[1] in _KINDS
+    kind, slash, name = reference.partition("/")
+    if not slash or kind.lower() not in {*_KINDS, *_OTHER_KINDS}:
+        return False
+    if kind in _KINDS and name and "/" not in name:
+        return True
+    # Or what was meant for a bucket would be written to a folder of that name here.
+    msg = (
+        f"{reference} names no block that can be a storage: write one as <kind>/<name> with the "
+        f"kind {', '.join(_KINDS)}, and nothing after its name (a folder in the bucket is a "
+        f"setting of the block); a folder here as ./{reference}"
+    )
+    raise InvalidParamsError(msg)
 
 
 def _load(block_class: type[Block], slug: str, name: str) -> Block:
@@ -84,10 +93,9 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
     credentials = block.credentials
     parameters = credentials.aws_client_parameters
     config: Mapping[str, Any] = parameters.config or {}
-    if not parameters.use_ssl and parameters.endpoint_url is None:
-        asks = f"the block {reference} asks for no TLS and names no endpoint"
-        msg = f"{asks}; give its endpoint_url as http://..."
-        raise InvalidParamsError(msg)
+    _refuse_config(reference, "config", config)
+    if not parameters.use_ssl:
+        _refuse_no_tls(reference, parameters.endpoint_url)
     anonymous = config.get("signature_version") == "unsigned"
     verify = parameters.verify_cert_path or parameters.verify
     return S3Storage(
@@ -100,6 +108,18 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         **({} if anonymous else _keys(credentials, reference)),
         **_addressing(config),
     )
+
+
+def _refuse_config(reference: str, name: str, config: Mapping[str, Any]) -> None:
+    _refuse_unused(reference, f"{name}.", config, _CONFIG)
+    _refuse_unused(reference, f"{name}.s3.", config.get("s3") or {}, _S3)
+
+
+def _refuse_no_tls(reference: str, endpoint_url: str | None) -> None:
+    if endpoint_url is None:
+        asks = f"the block {reference} asks for no TLS and names no endpoint"
+        msg = f"{asks}; give its endpoint_url as http://..."
+        raise InvalidParamsError(msg)
 
 
 def _addressing(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +160,15 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
     settings = block.settings
     client: Mapping[str, Any] = settings.get("client_kwargs") or {}
     config: Mapping[str, Any] = settings.get("config_kwargs") or {}
+    _refuse_unused(reference, "", settings, _SETTINGS)
+    _refuse_unused(reference, "client_kwargs.", client, _CLIENT)
+    _refuse_config(reference, "config_kwargs", config)
+    endpoint_url = settings.get("endpoint_url") or client.get("endpoint_url")
+    if not (settings.get("use_ssl", True) and client.get("use_ssl", True)):
+        _refuse_no_tls(reference, endpoint_url)
     return S3Storage.from_uri(
         f"s3://{rest}",
-        endpoint_url=settings.get("endpoint_url") or client.get("endpoint_url"),
+        endpoint_url=endpoint_url,
         region=client.get("region_name"),
         profile=settings.get("profile"),
         access_key_id=settings.get("key") or client.get("aws_access_key_id"),
@@ -162,12 +188,60 @@ def _from_local_file_system(block: Any, reference: str) -> DirectoryStorage:
     return DirectoryStorage(Path(block.basepath))
 
 
+def _refuse_unused(
+    reference: str, name: str, given: Mapping[str, Any], used: frozenset[str]
+) -> None:
+    """Refuse settings that a block has and that would be dropped, such as one that encrypts."""
+    unused = [f"{name}{key}" for key, value in given.items() if value and key not in used]
+    if unused:
+        msg = (
+            f"the block {reference} sets {', '.join(unused)}, which isn't used here: remove it "
+            "from the block (for encryption, give the bucket a default; for a proxy, set "
+            "HTTPS_PROXY where flow and workers run)"
+        )
+        raise InvalidParamsError(msg)
+
+
+_TRANSFER = frozenset(
+    {
+        "connect_timeout",
+        "max_pool_connections",
+        "parameter_validation",
+        "read_timeout",
+        "retries",
+        "tcp_keepalive",
+        "user_agent",
+        "user_agent_extra",
+    }
+)
+"""Settings of botocore about how, not what, is transferred; ours take their place."""
+_CONFIG = _TRANSFER | {"region_name", "s3", "signature_version"}
+_S3 = frozenset({"addressing_style"})
+_CLIENT = frozenset(
+    {
+        *("aws_access_key_id", "aws_secret_access_key", "aws_session_token"),
+        *("endpoint_url", "region_name", "use_ssl", "verify"),
+    }
+)
+_SETTINGS = frozenset(
+    {
+        *("anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "profile", "secret"),
+        *("token", "use_ssl"),
+        # Of fsspec and s3fs: how files are read, and what is remembered.
+        *("asynchronous", "cache_regions", "default_block_size", "default_cache_type"),
+        *("default_fill_cache", "fixed_upload_size", "listings_expiry_time", "max_concurrency"),
+        *("max_paths", "skip_instance_cache", "use_listings_cache"),
+    }
+)
 # By name, since prefect_aws takes seconds to import.
 _KINDS: Mapping[str, tuple[str, Callable[[Any, str], Storage]]] = {
     "s3-bucket": ("prefect_aws.S3Bucket", _from_s3_bucket),
     "remote-file-system": ("prefect.filesystems.RemoteFileSystem", _from_remote_file_system),
     "local-file-system": ("prefect.filesystems.LocalFileSystem", _from_local_file_system),
 }
+
+_OTHER_KINDS = frozenset({"gcs-bucket", "azure-blob-storage-container"})
+"""Other blocks of Prefect that people have; they can't be written conditionally here."""
 
 
 def resolve_source(reference: str) -> Storage:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp.blocks import resolve_storage
+from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
@@ -180,10 +180,55 @@ def test_everything_else_is_a_path_or_a_uri(
 ) -> None:
     """Only the three slugs followed by one name are blocks."""
     monkeypatch.chdir(tmp_path)
-    paths = ("./s3-bucket/name", "s3-bucket/a/b", "s3-bucket")
-    for path in (*paths, "other/name", "S3-bucket/name", "/s3-bucket/name"):
+    paths = ("./s3-bucket/name", "./s3-bucket/a/b", "s3-bucket")
+    for path in (*paths, "other/name", "/s3-bucket/name"):
         assert resolve_storage(path) == DirectoryStorage(Path(path))
     assert resolve_storage("s3://bucket/p") == S3Storage("bucket", "p")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["s3-bucket/a/b", "s3-bucket/name/", "s3-bucket/", "S3-bucket/name", "gcs-bucket/name"],
+)
+def test_what_is_nearly_a_block_is_no_folder(reference: str) -> None:
+    """Checkpoints that were meant for a bucket aren't written to a local folder of its name."""
+    for read in (resolve_storage, absolute_reference):
+        with pytest.raises(
+            InvalidParamsError, match=rf"{reference} names no block .* \./{reference}"
+        ):
+            read(reference)
+
+
+@pytest.mark.extended
+def test_a_setting_that_would_be_dropped_is_refused(s3_server: S3Server) -> None:
+    """An object isn't stored without the encryption that the block asks for."""
+    from prefect.filesystems import RemoteFileSystem
+    from prefect_aws import AwsClientParameters
+
+    for number, (settings, names) in enumerate(
+        [
+            ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}, "s3_additional_kwargs"),
+            ({"requester_pays": True}, "requester_pays"),
+            ({"client_kwargs": {"api_version": "2006-03-01"}}, "client_kwargs.api_version"),
+            ({"config_kwargs": {"proxies": {"https": "proxy:1"}}}, "config_kwargs.proxies"),
+            ({"default_block_size": 5_000_000, "requester_pays": False, "use_ssl": True}, ""),
+        ]
+    ):
+        RemoteFileSystem(basepath="s3://bucket/f", settings=settings).save(f"settings-{number}")
+        reference = f"remote-file-system/settings-{number}"
+        if not names:
+            assert isinstance(resolve_storage(reference), S3Storage)
+            continue
+        with pytest.raises(InvalidParamsError, match=f"{reference} sets {names}, which isn't used"):
+            resolve_storage(reference)
+    config = {"s3": {"use_accelerate_endpoint": True}, "retries": {"mode": "standard"}}
+    reference = save_block(
+        "accelerated", s3_server, aws_client_parameters=AwsClientParameters(config=config)
+    )
+    with pytest.raises(
+        InvalidParamsError, match=r"sets config\.s3\.use_accelerate_endpoint, which"
+    ):
+        resolve_storage(reference)
 
 
 # ---- deployments/register_blocks.py
