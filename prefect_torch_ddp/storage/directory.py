@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import pwd
+import re
 import stat
 import time
 import uuid
@@ -40,6 +41,8 @@ from prefect_torch_ddp.storage.protocol import (
 T = TypeVar("T")
 
 STALE_AFTER_S = 24 * 3600.0
+OF_TEMPORARY = re.compile("[0-9a-f]{32}")
+"""The names of unfinished files."""
 """Nobody writes a file that long: what is older was left by a killed process."""
 UNCACHED_BYTES = 2**24
 """From here on an object in memory that begins a page is written past the kernel's page cache: to
@@ -157,6 +160,8 @@ class DirectoryStorage(Storage):
         """See `Storage.check_writable`; removes what killed processes left unfinished."""
         super().check_writable()
         for path in (self.root / RESERVED_PART).glob("*"):
+            if not OF_TEMPORARY.fullmatch(path.name):
+                continue  # the folder may be a home, which has files of others there
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - STALE_AFTER_S:
                     path.unlink()

@@ -11,6 +11,7 @@ import json
 import logging
 import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -231,7 +232,9 @@ def _make_room(root: Path, num_bytes: int, staging: Path) -> None:
     Raises:
         InvalidParamsError: there is too little room even so.
     """
-    abouts = {path: path.stat().st_mtime for path in root.glob(f"*/{ABOUT}")}
+    named = re.compile("[0-9a-f]{40}")  # what another program put there isn't ours to remove
+    found = [path for path in root.glob(f"*/{ABOUT}") if named.fullmatch(path.parent.name)]
+    abouts = {path: path.stat().st_mtime for path in found}
     for path in sorted(abouts, key=abouts.__getitem__):
         if room_on_disk(str(root)) >= num_bytes:
             break

@@ -39,20 +39,22 @@ def storage(tmp_path):
 
 def test_unfinished_files_never_show_and_are_swept_a_day_later(storage):
     """Files of a killed writer are invisible, and the probe removes them once nobody can use
-    them."""
+    them. A file of another name isn't ours, though it is older."""
     storage.write("a", b"1")
     assert storage.write_if_absent("a", b"2") is False
     assert list((storage.root / ".tmp").iterdir()) == []
-    old, young = storage.root / ".tmp" / "old", storage.root / ".tmp" / "young"
-    old.write_bytes(b"half")
-    young.write_bytes(b"half")
+    names = ("0" * 32, "1" * 32, "thesis.txt")
+    old, young, of_others = (storage.root / ".tmp" / name for name in names)
     two_days_ago = time.time() - 48 * 3600
-    os.utime(old, (two_days_ago, two_days_ago))
+    for path in (old, young, of_others):
+        path.write_bytes(b"half")
+        if path != young:
+            os.utime(path, (two_days_ago, two_days_ago))
     assert [found.key for found in storage.list()] == ["a"]
     with pytest.raises(BadKeyError):
-        storage.read(".tmp/young")
+        storage.read(f".tmp/{young.name}")
     storage.check_writable()
-    assert list((storage.root / ".tmp").iterdir()) == [young]
+    assert set((storage.root / ".tmp").iterdir()) == {young, of_others}
 
 
 def test_deleting_prunes_empty_folders_up_to_the_root(storage):
