@@ -35,7 +35,8 @@ def resume_point(
         return None
     if reference in {"latest", "best"}:
         earlier = [each for each in list_records(own, experiment) if each.run_id != run_id]
-        found = _unfinished(own, earlier) if reference == "latest" else _best(own, earlier, params)
+        choose = _latest if reference == "latest" else _best
+        found = choose(own, earlier, params)
         words = "resume_from=%r: %s"
         none = (
             f"{experiment} has no such run in {own.uri}, so this one starts from the beginning; to "
@@ -55,12 +56,22 @@ def weights_from(point: ResumePoint | None) -> str | None:
     return point.run_id if point is not None and point.only_weights else None
 
 
-def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | None:
-    """Return the newest run that didn't finish and has a checkpoint; none once one finished."""
+def _latest(
+    own: Storage, earlier: Sequence[RunRecord], params: ContextParams
+) -> ResumePoint | None:
+    """Return the newest run that didn't finish and has a checkpoint; none once one finished.
+
+    Or what a newer one was to begin from, if it ended before its first checkpoint.
+    """
     over = (each for each in earlier if not still_trains(each))
     for record in takewhile(lambda each: each.state != "completed", over):
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
+        began_from = record.parameters.get("resume_from")
+        if began_from == "best":
+            return _best(own, earlier, params)
+        if isinstance(began_from, str) and began_from != "latest":
+            return parse_resume_from(began_from, own, resolve_storage)
     return None
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -40,7 +41,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import RunState, write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 from prefect_torch_ddp.tasks.report.artifacts import key
@@ -533,6 +534,36 @@ def test_latest_takes_up_what_its_own_flow_run_cancelled(
         return found and found.run_id
 
     assert resumed() == taken_up
+
+
+@pytest.mark.parametrize("reference", ["base", "best", None])
+def test_latest_begins_as_a_run_did_that_ended_before_its_first_checkpoint(
+    tmp_path: Path, reference: str | None
+) -> None:
+    """Neither from scratch, nor from an older run that has nothing to do with it."""
+    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
+
+    @flow
+    def resumed() -> tuple[str, bool] | None:
+        given: list[tuple[str, RunState, str | None, int | None]] = [
+            ("base", "completed", None, 7),
+            ("unlucky", "failed", None, 3),
+            ("crashed", "failed", reference, None),
+            ("again", "failed", "latest", None),
+        ]
+        for day, (run_id, state, began_from, step) in enumerate(given):
+            own = TaskParams(resume_from=began_from)
+            draft = draft_record(own, run_id, "fit", storage, workload="fit")
+            began = draft.began + timedelta(days=day)
+            write_record(storage, draft.model_copy(update={"state": state, "began": began}))
+            if step is not None:
+                manifest = Manifest(run_id, step, 1, epoch=1, position={}, world_size=2)
+                storage.write(manifest_key(run_id, step, 1), manifest.as_bytes())
+        found = resume_point(params, storage, "tonight", "fit")
+        return found and (found.run_id, found.only_weights)
+
+    expected = ("unlucky", False) if reference is None else ("base", reference == "best")
+    assert resumed() == expected
 
 
 def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float:
