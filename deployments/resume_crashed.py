@@ -5,7 +5,8 @@ Call it again after a change: the automation is replaced, and enabled if it was 
     python deployments/resume_crashed.py train-ddp/nightly
 
 A run is Crashed if its process was killed. A training that failed is Failed, and isn't resumed. The
-new run has the parameters of the crashed one, with `resume_from="latest"`. A second automation
+new run has the parameters of the crashed one, with `resume_from="latest"` in its `params`: the flow
+has to be train-ddp, or to take its TrainParams as its only parameter, `params`. A second automation
 pauses the first one when the deployment's runs have crashed three times within a day.
 
 With `--lost-after SECONDS`, a third automation sets a run to Crashed if Prefect's server has got no
@@ -26,6 +27,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.tracking.automations import delete_automation, replace_automation
 
 AFTER_S = 60.0
@@ -37,6 +39,7 @@ MIN_HEARTBEATS = 2
 HEARTBEAT = "prefect.flow-run.heartbeat"
 SILENT_STATES = ["Completed", "Failed", "Cancelling", "Cancelled", "Crashed", "Paused", "Suspended"]
 """A run in one of these sends no heartbeats, or is none to be resumed."""
+PARAMETER = "params"
 PARAMS = "{{ dict(flow_run.parameters.params or {}, resume_from='latest') | tojson }}"
 
 
@@ -51,9 +54,19 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
 
     Raises:
         ObjectNotFound: there is no such deployment; Prefect's own error.
+        InvalidParamsError: its flow has other parameters than `params`, which would be lost.
     """
     with get_client(sync_client=True) as client:
-        deployment_id = client.read_deployment_by_name(deployment_name).id
+        deployment = client.read_deployment_by_name(deployment_name)
+    deployment_id = deployment.id
+    properties = (deployment.parameter_openapi_schema or {}).get("properties", {PARAMETER: {}})
+    if properties.keys() != {PARAMETER}:
+        has = ", ".join(properties) or "none"
+        msg = (
+            f"the flow of {deployment_name} has the parameters {has}, and only the value of "
+            f"{PARAMETER}, a TrainParams, can be passed on to the run that resumes"
+        )
+        raise InvalidParamsError(msg)
     name = f"resume-crashed-{deployment_name.replace('/', '-')}"
     template = {"__prefect_kind": "jinja", "template": PARAMS}
     resumes = AutomationCore(
@@ -64,7 +77,7 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
             RunDeployment(
                 source="selected",
                 deployment_id=deployment_id,
-                parameters={"params": {"__prefect_kind": "json", "value": template}},
+                parameters={PARAMETER: {"__prefect_kind": "json", "value": template}},
                 schedule_after=timedelta(seconds=after_s),
             )
         ],
@@ -158,6 +171,8 @@ def main() -> None:
         name = register(given.deployment, given.after, given.lost_after)
     except ObjectNotFound:
         sys.exit(f"nothing was registered: there is no deployment {given.deployment}")
+    except InvalidParamsError as error:
+        sys.exit(f"nothing was registered: {error}")
     print(f"registered the automation {name}: a crashed run is resumed after {given.after:g} s")
     print(f"{MAX_CRASHES} crashes within a day pause it; this command enables it again")
     if given.lost_after is not None:

@@ -224,3 +224,31 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
         register()
         assert enabled()
     assert first.parameters == {"params": {**given["params"], "resume_from": "latest"}}
+
+
+@flow(name="of-a-user")
+def of_a_user(params: dict[str, Any], note: str = "") -> None:
+    """Have another parameter."""
+
+
+@flow(name="without-parameters")
+def without_parameters() -> None:
+    """Have none."""
+
+
+@pytest.mark.parametrize(
+    ("has", "named"), [(of_a_user, "params, note"), (without_parameters, "none")]
+)
+def test_a_flow_whose_parameters_would_be_lost_is_refused(has: Any, named: str) -> None:
+    """The new run would have a default in place of what the crashed one was given."""
+    at = f"{has.name}/nightly"
+    has.to_deployment("nightly").apply()
+    command = [sys.executable, "deployments/resume_crashed.py", at]
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=120, capture_output=True, check=False, text=True
+    )
+    assert (
+        f"nothing was registered: the flow of {at} has the parameters {named}, and" in done.stderr
+    )
+    with get_client(sync_client=True) as client:
+        assert not client.read_automations_by_name(f"resume-crashed-{has.name}-nightly")
