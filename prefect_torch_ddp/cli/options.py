@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,9 +47,14 @@ RunArgument = Annotated[
     ),
 ]
 
+PYTHONS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
+"""A text "False" would count as true where a workload asks `if ctx.options["augment"]`."""
+
 
 def parse_values(given: Sequence[str] | None, flag: str) -> dict[str, Any]:
     """Return `name=value` pairs as a dict; a value that isn't valid JSON is text.
+
+    True, False and None, as Python writes them, are read as such.
 
     Raises:
         InvalidParamsError: a pair isn't of that form, or a name is given twice.
@@ -66,7 +71,7 @@ def parse_values(given: Sequence[str] | None, flag: str) -> dict[str, Any]:
         try:
             values[name] = json.loads(text)
         except ValueError:
-            values[name] = text
+            values[name] = PYTHONS.get(text, text)
     return values
 
 
