@@ -127,12 +127,20 @@ def _write_json(records: Records, folder: Path) -> None:
     lines = _lines(records)
     ranks = records.rows["rank"]
     order = np.lexsort((records.rows["attempt"], records.rows["step"]))
-    for rank in np.unique(ranks).tolist():
+    there = np.unique(ranks).tolist()
+    for path in folder.glob("rank-*.jsonl"):  # of a rank whose steps don't count any longer
+        if path.name not in map(_name, there):
+            path.unlink()
+    for rank in there:
         mine = order[ranks[order] == rank].tolist()
         content = b"".join(
             orjson.dumps(lines[number], option=orjson.OPT_APPEND_NEWLINE) for number in mine
         )
-        _replace(folder / f"rank-{rank:05d}.jsonl", partial(Path.write_bytes, data=content))
+        _replace(folder / _name(rank), partial(Path.write_bytes, data=content))
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}.jsonl"
 
 
 def _lines(records: Records) -> list[dict[str, Any]]:

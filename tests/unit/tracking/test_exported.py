@@ -33,8 +33,10 @@ def lines_of(folder: Path, rank: int) -> list[str]:
 
 def test_files_are_what_read_metrics_has(shelf: Shelf, tmp_path: Path) -> None:
     """The steps that count, to the last bit, in each format."""
-    export_records(shelf, RUN, tmp_path / "out")
     out = tmp_path / "out"
+    out.mkdir()
+    (out / "rank-00002.jsonl").touch()  # of an earlier call, before the gang shrank
+    export_records(shelf, RUN, out)
     names = ["metrics.csv", "metrics.parquet", "rank-00000.jsonl", "rank-00001.jsonl"]
     assert sorted(each.name for each in out.iterdir()) == names
     by_step = read_metrics(shelf, RUN, by="step")
