@@ -111,7 +111,9 @@ class CheckpointNumbers:
 
         The number of the next checkpoint, and the step.
         """
-        return self.current + self.is_saved, self.progress.step
+        own = self.own_progress
+        step = self.progress.step if own is None else own.step
+        return self.current + self.is_saved, step
 
     def stored(self) -> dict[str, Any]:
         """Return what a manifest holds as its position."""

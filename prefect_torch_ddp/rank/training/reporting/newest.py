@@ -71,7 +71,8 @@ class NewestMetrics:
         if not value > self._best:  # nor if it is a nan
             return
         self._best = value
-        now, current = self._numbers.progress.step, self._numbers.current
+        own, current = self._numbers.own_progress, self._numbers.current
+        now = self._numbers.progress.step if own is None else own.step
         # A baseline of untrained weights is left out: nobody wants those.
         is_late = 0 < step < now or (now == 0 and number < current)
         if is_late and not self._has_warned:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 EPOCH = 3
 """Steps in an epoch."""
@@ -85,3 +87,27 @@ def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
             ctx.due(3)
         with pytest.raises(InvalidParamsError, match="given step 13 after step 3: call it once"):
             ctx.due(13)
+
+
+@pytest.mark.parametrize("saves_after_it", [True, False])
+def test_a_commit_of_the_step_that_was_validated_is_ranked_by_its_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, saves_after_it: bool
+) -> None:
+    """Its manifest has the loop's epoch; only a commit of later weights is warned of."""
+    policy = CheckpointParams(every_s=None, best_metric="val_loss", best_mode="min")
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        folder = ctx.checkpoint_folder / "folder"
+        folder.mkdir()
+        (folder / "a").write_text("a")
+        for step in range(1, 7):
+            ctx.progress(step, 6, epoch=(step + 2) // 3)
+            if step % 3 == 0:
+                ctx.report(val_loss=1 / step)
+            if step % 3 == (0 if saves_after_it else 1) and step > 1:
+                ctx.commit(folder, step=step)
+    found = list_manifests(DirectoryStorage(tmp_path), "local")
+    expected = [(3, 1), (6, 2)] if saves_after_it else [(4, 2)]
+    assert [(each.step, each.epoch) for each in found] == expected
+    late = "val_loss was reported in step 3, but the next checkpoint is of step 4"
+    assert (late in caplog.text) is not saves_after_it
+    assert ("val_loss was reported" in caplog.text) is not saves_after_it
