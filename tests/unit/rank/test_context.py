@@ -404,6 +404,16 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             ctx.track(model=model)
 
 
+def test_a_metric_that_is_reported_outside_a_training_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: no record takes it, and the report of evaluate has metrics of its own."""
+    with RankContext.local(storage=tmp_path, stage="evaluate") as ctx:
+        for _ in range(2):
+            ctx.report(f1=0.5)
+    assert caplog.text.count("evaluate is none: return Report(metrics={...}) from evaluate") == 1
+
+
 def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
     """In the midst of it, in a notebook for one: the training commits its next checkpoint, and
     nothing of it is changed."""

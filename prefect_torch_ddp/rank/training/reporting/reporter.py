@@ -1,5 +1,6 @@
 """The reporter: a rank's metrics and samples of each step, and the progress that people see."""
 
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ from prefect_torch_ddp.records.log import UNKNOWN_SAMPLES, RecordLog
 if TYPE_CHECKING:
     from prefect_torch_ddp.checkpoint.manifest import Manifest
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 1.0
 """Each one goes by three other processes, whose time is taken from steps if cores are few."""
@@ -74,10 +77,16 @@ class Reporter:
         self.newest = NewestMetrics(config.checkpoint, numbers)
         self._now: dict[str, Any] = {}
         self._next_progress = 0.0
+        self._stage = config.stage
+        self._has_warned = False
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Take metrics of the step under way; outside of one they are a separate record."""
+        if self._log is None and not self._has_warned:
+            self._has_warned = True
+            words = "ctx.report records the metrics of a training, and %s is none: return %s"
+            logger.warning(words, self._stage, "Report(metrics={...}) from evaluate")
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
         if self._replay.is_before_call:  # it is on record, from the weights of that time
