@@ -1,6 +1,7 @@
 """Images in folders, anywhere: torchvision's `ImageFolder`, and the same for buckets."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -256,13 +257,13 @@ def image_folder(
         transform: applied to each decoded image.
         target_transform: applied to each class number.
         storage: the storage to read from; `uri` is then a path in that storage.
-        **options: those of S3ImageFolder. For a local folder, which torchvision reads, `index` and
-            `cache` have no effect. With on_error="skip", or if the folder is the root of a storage
-            in which runs are kept, S3ImageFolder reads it.
+        **options: those of S3ImageFolder. For a local folder, which torchvision reads, `cache` has
+            no effect, and of the `index` the images' names are compared. With on_error="skip", or
+            if the folder is the root of a storage in which runs are kept, S3ImageFolder reads it.
 
     Raises:
-        InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
-            FileNotFoundError.
+        InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; the first also if a
+            local folder has other images than the index. Torchvision raises a FileNotFoundError.
 
     Example:
         The images of the run's source:
@@ -285,4 +286,24 @@ def image_folder(
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
         raise TypeError(msg)
     kept = {name: value for name, value in options.items() if name in theirs}
-    return ImageFolder(str(folder), transform, target_transform, **kept)
+    dataset = ImageFolder(str(folder), transform, target_transform, **kept)
+    if (index := options.get("index")) is not None:
+        where = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
+        _check_names(dataset, index, where, chosen="is_valid_file" in kept)
+    return dataset
+
+
+def _check_names(dataset: ImageFolder, index: str | Path, where: str, *, chosen: bool) -> None:
+    """Refuse a folder whose images changed: numbers, as of a split, would mean others of them."""
+    listed = {item.key for item in read_index(index, where)}
+    below = len(os.path.join(dataset.root, ""))  # noqa: PTH118 - of each image, where Path is slow
+    here = {path[below:] for path, _ in dataset.samples}
+    images = {key for key in listed if "/" in key and key.lower().endswith(EXTENSIONS)}
+    new, gone = sorted(here - listed), [] if chosen else sorted(images - here)
+    if new or gone:
+        msg = (
+            f"{dataset.root} has other images than its index in {index}: {len(new)} new, "
+            f"{len(gone)} gone, such as {(new + gone)[0]}. Put them back; or begin a new run, "
+            "which prepares its data again"
+        )
+        raise InvalidParamsError(msg)

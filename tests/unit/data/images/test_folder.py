@@ -84,6 +84,7 @@ def test_image_folder_takes_torchvisions_own_for_a_path(tmp_path):
     """Torchvision's class reads a plain path, and ours reads what torchvision's can't."""
     folder = write_folder(tmp_path / "images", image_files(9))
     theirs = ImageFolder(str(folder))
+    write_index(DirectoryStorage(folder), tmp_path)
     for place, options in [
         (str(folder), {}),
         (folder, {"index": tmp_path}),
@@ -105,6 +106,25 @@ def test_image_folder_takes_torchvisions_own_for_a_path(tmp_path):
         assert ours.class_to_idx == theirs.class_to_idx
         assert set(dataset) <= set(ours)
     assert len(ours) == 10
+
+
+@pytest.mark.parametrize("changes", ["new", "gone"])
+def test_a_folder_that_has_other_images_than_its_index_is_refused(tmp_path, changes):
+    """The numbers of a split would mean other images, those of the training among them."""
+    folder = write_folder(tmp_path / "images", image_files(9))
+    write_index(DirectoryStorage(folder), tmp_path)
+    first = next(folder.glob("*/*"))
+    if changes == "new":
+        (folder / "cat" / "000.png").write_bytes(first.read_bytes())
+        says = r"1 new, 0 gone, such as cat/000\.png\. Put them back"
+    else:
+        first.unlink()
+        says = f"0 new, 1 gone, such as {first.parent.name}/{first.name}"
+    with pytest.raises(InvalidParamsError, match=says):
+        image_folder(folder, colour_of, index=tmp_path)
+    if changes == "gone":
+        chosen = image_folder(folder, index=tmp_path, is_valid_file=lambda path: path != str(first))
+        assert len(chosen) == 8
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
