@@ -2,12 +2,16 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_AT_ONCE = 64
 MIN_SAMPLES = 2  # one for each side
@@ -46,7 +50,10 @@ def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]
 
 @exported_by("prefect_torch_ddp.data")
 def seeded_split(
-    num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None = None
+    num_samples: int,
+    held_out: float,
+    seed: int,
+    targets: "Sequence[Hashable] | np.ndarray[Any, Any] | Tensor | None" = None,
 ) -> tuple[list[int], list[int]]:
     """Split sample indices into two sorted lists, always the same for the same arguments.
 
@@ -55,8 +62,10 @@ def seeded_split(
         held_out: share of the samples in the second list, between 0 and 1; each list gets at
             least one sample.
         seed: not negative.
-        targets: the class of each sample. Every class is then held out in the same share, as near
-            as whole samples allow. None: classes aren't considered.
+        targets: the class of each sample, in a list, or in a tensor, an array or a pandas Series of
+            one dimension. Every class is then held out in the same share, as near as whole samples
+            allow; the seed decides which of equal classes have one more. None: classes aren't
+            considered.
 
     Raises:
         InvalidParamsError: no such split is possible.
@@ -79,14 +88,12 @@ def seeded_split(
     if seed < 0:
         msg = f"the split's seed is {seed}; it must not be negative"
         raise InvalidParamsError(msg)
-    if targets is not None and len(targets) != num_samples:
-        msg = f"targets has {len(targets)} classes for {num_samples} samples; give one per sample"
-        raise InvalidParamsError(msg)
+    classes = [None] * num_samples if targets is None else _classes(targets, num_samples)
     members_of: dict[Hashable, list[int]] = {}  # classes in the order in which they first appear
-    for index in range(num_samples):
-        members_of.setdefault(None if targets is None else targets[index], []).append(index)
+    for index, each in enumerate(classes):
+        members_of.setdefault(each, []).append(index)
     num_held_out = min(max(round(num_samples * held_out), 1), num_samples - 1)
-    quotas = _apportion([len(members) for members in members_of.values()], num_held_out)
+    quotas = _apportion([len(members) for members in members_of.values()], num_held_out, seed)
     generator = np.random.default_rng(seed)
     held: set[int] = set()
     for members, num in zip(members_of.values(), quotas, strict=True):
@@ -94,11 +101,40 @@ def seeded_split(
     return [i for i in range(num_samples) if i not in held], sorted(held)
 
 
-def _apportion(sizes: Sequence[int], num: int) -> list[int]:
+def _classes(targets: Any, num_samples: int) -> list[Hashable]:
+    """Return the class of each sample as a plain value, by position.
+
+    Tensors can't be classes themselves, since equal ones have different hashes.
+
+    Raises:
+        InvalidParamsError: there isn't one class per sample.
+    """
+    if getattr(targets, "ndim", 1) != 1:
+        shape = tuple(targets.shape)
+        msg = f"targets has the shape {shape}; give one class per sample, in one dimension"
+        raise InvalidParamsError(msg)
+    if len(targets) != num_samples:
+        msg = f"targets has {len(targets)} classes for {num_samples} samples; give one per sample"
+        raise InvalidParamsError(msg)
+    # pandas takes an index in brackets as a label.
+    values = targets.tolist() if hasattr(targets, "tolist") else targets
+    classes = []
+    for index in range(num_samples):
+        value = values[index]
+        if getattr(value, "ndim", 0):
+            msg = f"targets[{index}] has the shape {tuple(value.shape)}; give one class per sample"
+            raise InvalidParamsError(msg)
+        classes.append(value.item() if hasattr(value, "ndim") else value)
+    return classes
+
+
+def _apportion(sizes: Sequence[int], num: int, seed: int) -> list[int]:
     """Share out `num` in proportion to the sizes, by largest remainder (Hamilton's method)."""
     total = sum(sizes)
     quotas = [size * num // total for size in sizes]
-    by_remainder = sorted(range(len(sizes)), key=lambda i: -(sizes[i] * num % total))
+    # Of equal remainders the seed chooses. Its other draws don't depend on that.
+    mixed = np.random.default_rng((seed, 1)).permutation(len(sizes)).tolist()
+    by_remainder = sorted(mixed, key=lambda i: -(sizes[i] * num % total))
     for i in by_remainder[: num - sum(quotas)]:
         quotas[i] += 1
     return quotas

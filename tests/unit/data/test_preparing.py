@@ -2,8 +2,12 @@
 allow."""
 
 from collections import Counter
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +46,44 @@ def test_stratified_split_holds_out_the_same_share_of_each_class(
         assert abs(counts[name] - size * len(held) / len(targets)) < 1
 
 
+LABELS = [number * 7 % 10 for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        torch.tensor(LABELS),
+        [torch.tensor(label) for label in LABELS],
+        np.array(LABELS),
+        np.array(LABELS, object),
+        pd.Series(LABELS, index=np.random.default_rng(0).permutation(100)),
+    ],
+    ids=["tensor", "tensors", "array", "objects", "series"],
+)
+def test_classes_are_the_values_by_position_whatever_holds_them(targets: Any) -> None:
+    """A tensor, such as torchvision's `targets`, a list of them, NumPy, a Series of any index."""
+    train, held = seeded_split(100, 0.2, 0, targets)
+    assert (train, held) == seeded_split(100, 0.2, 0, LABELS)
+    assert Counter(LABELS[i] for i in held) == dict.fromkeys(range(10), 2)
+
+
+@pytest.mark.parametrize(
+    "targets", [[i / 7 for i in range(100)], [i // 2 for i in range(100)]], ids=["floats", "pairs"]
+)
+def test_the_seed_chooses_among_classes_of_one_size(targets: list[float]) -> None:
+    """If there is less than one sample of each to hold out, it isn't that of the first classes."""
+    held = [seeded_split(100, 0.2, seed, targets)[1] for seed in range(3)]
+    assert held[0] != held[1] != held[2] != held[0]
+    assert all(max(each) > 80 for each in held)
+
+
+def test_without_equal_classes_the_split_stays_what_it_was() -> None:
+    """Datasets that were prepared before have it."""
+    targets = list("aaaaaaabbbbbccc")
+    assert seeded_split(15, 0.4, 5, targets)[1] == [1, 2, 4, 7, 11, 13]
+    assert seeded_split(10, 0.3, 7)[1] == [0, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -50,6 +92,10 @@ def test_stratified_split_holds_out_the_same_share_of_each_class(
         ((10, 1.5, 0), "held_out is 1.5"),
         ((10, 0.5, -1), "seed is -1"),
         ((10, 0.5, 0, [1, 2]), "2 classes for 10 samples"),
+        ((10, 0.5, 0, torch.zeros(11)), "11 classes for 10 samples"),
+        ((10, 0.5, 0, torch.zeros(10, 2)), r"targets has the shape \(10, 2\)"),
+        ((10, 0.5, 0, np.array(3)), r"targets has the shape \(\)"),
+        ((2, 0.5, 0, [torch.zeros(3)] * 2), r"targets\[0\] has the shape \(3,\)"),
     ],
 )
 def test_impossible_splits_are_refused(arguments: tuple[int, float, int], words: str) -> None:
