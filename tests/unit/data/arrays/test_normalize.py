@@ -72,6 +72,16 @@ def test_given_numbers_normalise_only_their_variable() -> None:
     assert constant.tolist() == [[0, 0]] * 4
 
 
+@pytest.mark.parametrize("dtype", ["float16", ">f2"])
+def test_float16_is_normalised_in_float32(dtype) -> None:
+    """A mean that float16 doesn't have is subtracted as it is."""
+    values = (2000 + np.arange(64).reshape(16, 4) % 5).astype(dtype)
+    mean, std = values.astype("float64").mean(), values.astype("float64").std()
+    batch = batch_of(values, normalize={"values": (mean, std)})
+    expected = (values.astype("float64") - mean) / std
+    assert np.allclose(batch.numpy(), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("normalize", "says"),
     [
