@@ -108,10 +108,14 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     from prefect_torch_ddp.data.arrays import axes, dataset, pieces  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.opening import sources  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.scales import normalized  # noqa: PLC0415
-    from prefect_torch_ddp.data.arrays.variables import used_positions  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.variables import (  # noqa: PLC0415
+        refuse_unheld,
+        used_positions,
+    )
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
     found = sources.open_arrays(where, variables, storage, **ways)
+    refuse_unheld(found, nan)
     used = used_positions(found, select or {})
     for variable in found.variables:
         if missing == "refuse" and variable.stored is not None:

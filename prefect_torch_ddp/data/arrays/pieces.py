@@ -17,6 +17,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 Nan: TypeAlias = Literal["refuse", "keep"] | float
 """What a NaN becomes."""
+INT64 = np.iinfo(np.int64)
 
 
 class ArrayPieces:
@@ -98,7 +99,7 @@ class ArrayPieces:
             Arrays [samples along each axis, or 1 if the variable lacks that; ...].
 
         Raises:
-            InvalidParamsError: it has a NaN that is refused.
+            InvalidParamsError: it has a NaN that is refused, or a number too large for int64.
             StorageError: it can't be read.
         """
         piece = self.pieces[number]
@@ -119,6 +120,7 @@ class ArrayPieces:
             raise StorageError(msg)
         if self.nan != "keep" and has_nan(values):
             values = self._without_nan(variable, piece, values)
+        self._refuse_wrapped(variable, values)
         samples = self._cut(variable, variable.converted(values))
         # Between samples that lie far apart there are values that nobody needs.
         return samples if values.size <= samples.size else np.ascontiguousarray(samples)
@@ -148,6 +150,20 @@ class ArrayPieces:
         cut = cut.reshape(cut.shape[: cut.ndim - len(dropped)]) if dropped else cut
         lacking = [i for i, axis in enumerate(self.axes) if axis.name not in variable.dims]
         return np.expand_dims(cut, tuple(lacking)) if lacking else cut
+
+    def _refuse_wrapped(self, variable: Variable, values: Array) -> None:
+        """Refuse a number that would be negative in int64."""
+        is_uint64 = values.dtype.kind == "u" and values.dtype.itemsize == INT64.dtype.itemsize
+        if not is_uint64 or variable.scale is not None or not values.size:
+            return
+        # First of all values, since samples may overlap; the largest may lie between samples.
+        if values.max() <= INT64.max or (most := self._cut(variable, values).max()) <= INT64.max:
+            return
+        msg = (
+            f"{self.found.uri}: {variable.name} has {most}, which is too large for int64: cast it "
+            "to float64 in prepare"
+        )
+        raise InvalidParamsError(msg)
 
     def _without_nan(self, variable: Variable, piece: ArrayPiece, values: Array) -> Array:
         if isinstance(self.nan, float | int):

@@ -122,6 +122,24 @@ def has_nan(values: Array) -> bool:
     return bool(np.isnan(values.min() if is_quick else values).any())
 
 
+def refuse_unheld(found: Found, nan: object) -> None:
+    """Refuse a number for NaN that would become infinite in a variable that may have NaN.
+
+    Raises:
+        InvalidParamsError: it would; names the variable.
+    """
+    if not isinstance(nan, int | float):
+        return
+    for variable in found.variables:
+        dtype = np.dtype(variable.dtype)
+        if dtype.kind in "fc" and abs(nan) > float(np.finfo(dtype).max):
+            msg = (
+                f"nan is {nan!r}, which {variable.name} of {found.uri} ({dtype}) can't hold: give "
+                "a smaller number"
+            )
+            raise InvalidParamsError(msg)
+
+
 def tensor_dtype(name: str, dtype: Any) -> str:
     """Return the dtype of a variable's tensors.
 

@@ -1,6 +1,7 @@
 """Samples of Zarr, .npy and xarray: what they are, their order, their places; what is refused."""
 
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -231,6 +232,33 @@ def test_unsigned_and_big_endian_numbers_become_tensors() -> None:
         (batch,) = loader_of(array(np.ones((2, 3), given)), 2)
         assert batch.dtype == expected
         assert batch.shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["uint64", ">u8"])
+def test_a_number_too_large_for_int64_is_refused(dtype) -> None:
+    """By its variable and value, when a sample has it; not if it becomes a float."""
+    values = np.array([0, 2**63 - 1, 2**63 + 5, 3], dtype)
+    data = xr.Dataset({"a": ("time", values)})
+    with pytest.raises(InvalidParamsError, match=rf"a has {2**63 + 5}, .* too large for int64"):
+        list(loader_of(array(data), 4))
+    (batch,) = loader_of(array(data, select={"time": slice(0, 2)}), 4, shuffle=False)
+    assert batch["a"].tolist() == [0, 2**63 - 1]
+    (batch,) = loader_of(array(data, stride=3), 4, shuffle=False)
+    assert batch["a"].tolist() == [0, 3]
+    (batch,) = loader_of(array(data, normalize={"a": (0, 2**63)}), 4, shuffle=False)
+    assert batch["a"].tolist() == pytest.approx([0, 1, 1, 0])
+
+
+def test_a_number_for_nan_has_to_fit() -> None:
+    """It isn't made infinite: also not in float16 that is normalised afterwards."""
+    for dtype, nan in (("float16", 1e5), ("float32", -1e300), ("complex64", 1e39)):
+        data = xr.Dataset({"a": ("time", np.ones(4, dtype)), "n": ("time", np.ones(4, "int8"))})
+        scale = {} if dtype == "complex64" else {"a": (0, 1)}
+        says = rf"{re.escape(str(nan))}, which a of .*{dtype}.* can't hold"
+        with pytest.raises(InvalidParamsError, match=says):
+            array(data, nan=nan, normalize=scale)
+        array(data, "n", nan=nan)
+    array(np.ones(4), nan=1e300)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
