@@ -1,11 +1,13 @@
 """The pieces of a table: row groups that are decoded together, and the rows left by filters."""
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
@@ -18,10 +20,15 @@ from prefect_torch_ddp.data.tables.parquet_files import TableFile
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
+logger = logging.getLogger(__name__)
+
 PIECE_ROWS = 8192
 """Consecutive row groups form one piece of up to this many rows, since tiny ones cost too much."""
 MAX_LOOKS = 20_000
 """Largest number of footer entries that are checked for nulls before anything is read."""
+
+EXACT_IN_FLOAT32 = 2**24
+"""Float32 has each integer up to this one."""
 
 Filters = Sequence[Any]
 
@@ -62,6 +69,7 @@ class TablePieces:
         self.files, self.columns, self.form = files, columns, form
         self._filters = filters
         self._filtered_by = columns_of(filters)
+        self._rounded: set[str] = set()
         for file in files:
             self._check_filters(file)
         if filters is None:
@@ -149,7 +157,30 @@ class TablePieces:
     def _fill(self, rows: Any, arrays: Sequence[Array], where: str) -> None:
         for block, array in zip(self.form.blocks, arrays, strict=True):
             for i, name in enumerate(block.columns):
-                array[:, i] = self.columns[name].numbers(rows[name], where)
+                numbers = self.columns[name].numbers(rows[name], where)
+                with np.errstate(over="ignore"):
+                    array[:, i] = numbers
+                if array.dtype == np.float32 and numbers.dtype.kind in "iuf":
+                    self._check_float32(name, numbers, array[:, i], where)
+
+    def _check_float32(self, name: str, numbers: Array, found: Array, where: str) -> None:
+        """Refuse a number that became infinite; warn once of a column's integer that is rounded."""
+        if numbers.dtype.kind == "f":
+            if numbers.dtype == np.float64 and np.isinf(found).any():
+                _refuse_infinite(name, numbers, found, where)
+        elif numbers.dtype.itemsize >= found.itemsize and name not in self._rounded:
+            # Only of large numbers is each one looked at.
+            if not len(numbers) or max(numbers.max(), -int(numbers.min())) <= EXACT_IN_FLOAT32:
+                return
+            changed = np.flatnonzero(found != numbers)
+            if len(changed):
+                self._rounded.add(name)
+                text = (
+                    "column %s of %s has %d, which float32 rounds to %d: subtract an offset in "
+                    "prepare if the last digits matter, or read it by columns="
+                )
+                at = changed[0]
+                logger.warning(text, name, where, numbers[at], found[at])
 
     def _read(self, number: int, groups: Sequence[int], names: Sequence[str]) -> Iterator[Any]:
         """Yield the rows of row groups that pass the filters, as pyarrow.Tables."""
@@ -239,6 +270,16 @@ class DecodedTable:
         """Return rows of each block's array, copied: tensors [rows, columns]."""
         index = torch.from_numpy(rows)
         return [torch.from_numpy(array).index_select(0, index) for array in self._arrays]
+
+
+def _refuse_infinite(name: str, numbers: Array, found: Array, where: str) -> None:
+    became = np.flatnonzero(np.isinf(found) & np.isfinite(numbers))
+    if len(became):
+        msg = (
+            f"column {name} of {where} has {numbers[became[0]]}, which is too large for float32: "
+            "scale it in prepare, or read it by columns="
+        )
+        raise InvalidParamsError(msg)
 
 
 def _leaves(file: TableFile) -> Iterator[Any]:

@@ -62,7 +62,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
             `s3://bucket/prefix`, a storage such as `ctx.source`, or a list of files in their
             order. With `storage`, paths in that storage.
         columns: names of the columns to read; None: all except the index of pandas or Dask.
-        features: names of the numeric columns that become x.
+        features: names of the numeric columns that become x. A number too large for float32 is an
+            error; if integers lose digits, a warning names the column.
         target: name or names of the columns that become y; needs `features`.
         categories: columns of texts, whose values become codes. Either a dict of the values of
             each column, in the order of their codes; any other value is an error. Or a list of

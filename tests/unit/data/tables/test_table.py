@@ -390,6 +390,33 @@ def test_a_fill_needs_room_in_the_tensor_and_not_in_the_file(tmp_path) -> None:
             table(folder, [name], fill={name: value})
 
 
+@pytest.mark.parametrize("options", [{}, {"local_copy": True}])
+def test_what_float32_cant_hold_is_refused_or_warned_of(
+    options, tmp_path, caplog, monkeypatch
+) -> None:
+    """A finite number is never made infinite; of integers that lose digits, a warning tells."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    seconds, large = [1_700_000_001, 1, 1_700_000_003], [2**25, -(2**24), 0]
+    exact = {"large": large, "inf": [float("inf"), 1.0, float("nan")], "y": seconds}
+    folder = write(tmp_path / "a/a.parquet", {**exact, "at": seconds}, row_group_size=1)
+    read = {"features": ["large", "inf"], "target": "y", **options}
+    x, y = only_batch(table(folder, **read))
+    assert torch.equal(x[:, 0], torch.tensor(large).float())
+    assert x[0, 1].isinf()
+    assert y.tolist() == seconds
+    assert "rounds" not in caplog.text
+    x = only_batch(table(folder, features=["at"], **options))
+    assert x[0, 0] == 1_700_000_000
+    says = r"column at of .*a\.parquet.* has 1700000001, which float32 rounds to 1700000000"
+    assert re.search(says, caplog.text)
+    assert caplog.text.count("rounds") == 1
+    write(tmp_path / "b/b.parquet", {"x": [1.0, -1e39], "y": [1, 2]})
+    for read in ({"features": ["x"]}, {"features": ["y"], "target": "x"}):
+        says = r"column x of .*b\.parquet.* has -1e\+39, .* too large for float32"
+        with pytest.raises(InvalidParamsError, match=says):
+            only_batch(table(tmp_path / "b", **read, **options))
+
+
 @pytest.mark.parametrize(
     ("filters", "what"),
     [
