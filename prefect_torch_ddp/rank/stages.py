@@ -77,7 +77,7 @@ def run_stage(
     """
     function = stage_function(workload, config.stage)
     if config.stage == "prepare":
-        return _prepare(config, function)
+        return _prepare(config, function, workload)
     assembly = _assembly(config)
     with RankContext(assembly) as context:
         value = function(context)
@@ -142,7 +142,9 @@ def _assembly(config: RankConfig, data: Path | None = None) -> ContextAssembly:
     return ContextAssembly(config, info, current_link(), device=current_device(), folder=data)
 
 
-def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport | LazyDataset:
+def _prepare(
+    config: RankConfig, function: Callable[..., Any], workload: str
+) -> DatasetReport | LazyDataset:
     if config.dataset_id is None:
         msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
         raise InvalidParamsError(msg)
@@ -150,7 +152,7 @@ def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport 
     def write(folder: Path) -> None:
         with RankContext(_assembly(config, data=folder)) as context:
             value = function(context)
-        if (lazy := _lazy_dataset(value)) is None:
+        if (lazy := _lazy_dataset(value, workload)) is None:
             return
         if any(folder.iterdir()):
             msg = (
@@ -173,13 +175,14 @@ class _ReturnedLazyError(Exception):
         self.dataset = dataset
 
 
-def _lazy_dataset(value: object) -> LazyDataset | None:
-    """Return a Dask collection pickled; refuse one that nobody would write."""
-    # By Dask's own protocol: a rank doesn't load Dask to look.
-    if not hasattr(type(value), "__dask_graph__"):
-        return None
+def _lazy_dataset(value: object, workload: str) -> LazyDataset | None:
+    """Return a Dask collection pickled; refuse data that nobody would write."""
     module, name = type(value).__module__, type(value).__qualname__
     kind = f"{module}.{name}"
+    # By Dask's own protocol: a rank doesn't load Dask to look.
+    if not hasattr(type(value), "__dask_graph__"):
+        _refuse_data(value, kind.removeprefix("builtins."), workload)
+        return None
     if module.startswith("dask.") and name == "DataFrame":
         return LazyDataset(kind, "table", cloudpickle.dumps(value))
     if module.startswith("xarray.") and name in {"Dataset", "DataArray"}:
@@ -191,6 +194,17 @@ def _lazy_dataset(value: object) -> LazyDataset | None:
         )
         raise InvalidParamsError(msg)
     return LazyDataset(kind, "arrays", cloudpickle.dumps(value))
+
+
+def _refuse_data(value: object, kind: str, workload: str) -> None:
+    """Refuse a collection of any kind; a number or a path that a last line left is no data."""
+    has_items = hasattr(type(value), "__len__") or hasattr(type(value), "__iter__")
+    if has_items and not isinstance(value, str | bytes):
+        msg = (
+            f"prepare of {workload} returned {kind}, which nobody writes: write files to ctx.data, "
+            "or return a single Dask DataFrame, Dask Array or xarray Dataset"
+        )
+        raise TypeError(msg)
 
 
 def _refuse_in_memory(value: Any, kind: str) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -114,6 +115,50 @@ def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Mon
     assert (report.dataset_id, report.num_files) == ("points", 1)
     found = run_with_context(config(tmp_path, "train"), lambda ctx: (ctx.data / "x").read_text())
     assert found == "made"
+
+
+def one_dask_frame() -> Any:
+    """Return one that is written if it is returned alone."""
+    dd = pytest.importorskip("dask.dataframe")
+    return dd.from_dict({"a": [1, 2]}, npartitions=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: {"train": one_dask_frame(), "test": one_dask_frame()}, "dict"),
+        (lambda: (one_dask_frame(), one_dask_frame()), "tuple"),
+        (lambda: pd.DataFrame({"a": [1]}), r"pandas\..*DataFrame"),
+        (lambda: torch.ones(2), "torch.Tensor"),
+        (lambda: np.ones(2), "numpy.ndarray"),
+        (lambda: TensorDataset(torch.ones(2)), r"torch\..*TensorDataset"),
+        (lambda: iter([1]), "list_iterator"),
+    ],
+    ids=["dict", "tuple", "pandas", "tensor", "array", "dataset", "iterator"],
+)
+@pytest.mark.parametrize("has_file", [True, False])
+def test_data_that_prepare_returns_isnt_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, kind: str, has_file: bool
+) -> None:
+    """Nobody writes it, so it is refused, even if there are files too."""
+
+    def prepare(ctx: RankContext) -> Any:
+        if has_file:
+            (ctx.data / "x").write_text("made")
+        return make()
+
+    monkeypatch.setattr(returns, "prepare", prepare)
+    with pytest.raises(TypeError, match=f"prepare of .*:returns returned {kind}, .*to ctx.data"):
+        run_stage(config(tmp_path, "prepare"), f"{__name__}:returns")
+
+
+@pytest.mark.parametrize("value", [None, 3, np.float32(3), "text", Path("x")])
+def test_what_is_no_data_may_be_returned_by_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    """As the last line of a lambda does."""
+    monkeypatch.setattr(returns, "prepare", lambda c: (c.data / "x").write_text("y") and value)
+    assert run_stage(config(tmp_path, "prepare"), f"{__name__}:returns").num_files == 1
 
 
 def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
