@@ -56,7 +56,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
         where: a path, `s3://bucket/prefix` or a storage such as `ctx.source`, of a Zarr group or
             array (formats 2 and 3) or of a .npy file. With `storage`, a path in that storage. Or a
             NumPy array, or an xarray Dataset or DataArray without Dask, equal on all ranks.
-        variables: names of the variables of a group to read. None: all except coordinates.
+        variables: names of the variables of a group to read. None: all except coordinates. A
+            single array takes only its own name.
         window: number of positions in a sample, by dimension. By default a sample begins at each
             position, so samples overlap. Dimensions without names are `dim_0`, `dim_1`, ...
         patch: number of positions in a sample, by dimension. By default samples don't overlap. The
@@ -82,7 +83,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             `dataset.where(number)` returns where a sample lies.
         shuffle_buffer: largest number of samples that are shuffled together. Up to twice as many
             are in memory. None: as many as take 128 MiB.
-        storage: the storage to read from, with its credentials.
+        storage: the storage to read from, with its credentials; not for an object in memory.
         anonymous: send unsigned requests, for public data.
         endpoint_url: URL of an S3 store other than AWS.
         region: region of the bucket.

@@ -1,7 +1,7 @@
 """What `array()` is given: NumPy's arrays and .npy files; Zarr and xarray by `gridded`."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,12 +32,44 @@ def open_arrays(
     """Open what `array()` is given; reads its metadata and coordinates.
 
     Raises:
-        InvalidParamsError: it is nothing that can be read, or isn't there; a library is missing.
+        InvalidParamsError: it is nothing that can be read, or isn't there; a library is missing;
+            or an argument means nothing for it.
         StorageError: it can't be read.
     """
+    is_xarray = type(where).__module__.partition(".")[0] == "xarray"
+    if isinstance(where, np.ndarray) or is_xarray:
+        _refuse_ways(where, {"storage": storage, **ways})
+    found = _opened(where, variables, storage, ways, is_xarray=is_xarray)
+    wanted = [variables] if isinstance(variables, str) else variables or ()
+    name = found.variables[0].name
+    if found.is_single and {*wanted} - {name}:
+        msg = (
+            f"variables is {variables!r}, but {found.uri} is a single array, {name}: leave "
+            "variables out, or give the group that has them"
+        )
+        raise InvalidParamsError(msg)
+    return found
+
+
+def _refuse_ways(where: Any, ways: Mapping[str, Any]) -> None:
+    given = [name for name, value in ways.items() if value is not None and value is not False]
+    if given:
+        kind = f"{type(where).__module__.partition('.')[0]}.{type(where).__name__}"
+        msg = f"a {kind} is in memory, so {', '.join(given)} has no meaning: leave it out"
+        raise InvalidParamsError(msg)
+
+
+def _opened(
+    where: Any,
+    variables: str | Sequence[str] | None,
+    storage: Readable | None,
+    ways: Mapping[str, Any],
+    *,
+    is_xarray: bool,
+) -> Found:
     if isinstance(where, np.ndarray):
         return _single("the array", "values", where.shape, where.dtype, _InMemory(where))
-    if type(where).__module__.partition(".")[0] == "xarray":
+    if is_xarray:
         require_libraries()
         from prefect_torch_ddp.data.arrays.opening.gridded import open_xarray  # noqa: PLC0415
 

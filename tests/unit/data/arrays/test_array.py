@@ -283,6 +283,32 @@ def test_arguments_of_arrays_that_cannot_be_are_refused(options, says) -> None:
         array(weather(), **options)
 
 
+def test_a_single_array_takes_no_other_name(tmp_path) -> None:
+    """So nobody trains on a variable that isn't the one they named."""
+    values = weather()["t2m"].values
+    np.save(tmp_path / "a.npy", values)
+    zarr.save_array(tmp_path / "a.zarr", values)
+    for where in (values, tmp_path / "a.npy", tmp_path / "a.zarr"):
+        for other in ("t2m", ["values", "t2m"]):
+            with pytest.raises(InvalidParamsError, match="single array, values: leave variables"):
+                array(where, other, missing="fill")
+        for own in (None, "values", ["values"]):
+            assert len(array(where, own, missing="fill")) == 20
+    with pytest.raises(InvalidParamsError, match=r"\['z500'\], but .* is a single array, t2m"):
+        array(weather()["t2m"], ["z500"])
+    assert len(array(weather()["t2m"], "t2m")) == 20
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("storage", DirectoryStorage("/data")), ("anonymous", True)]
+)
+def test_what_is_in_memory_is_read_from_no_storage(option, value) -> None:
+    """The argument would have no effect."""
+    for where, kind in ((np.ones(4), "numpy.ndarray"), (weather(), "xarray.Dataset")):
+        with pytest.raises(InvalidParamsError, match=f"a {kind} is in memory, so {option} has no"):
+            array(where, **{option: value})
+
+
 def test_what_is_no_array_is_refused(tmp_path) -> None:
     """Folders without one, Dask's arrays, texts, and damaged files."""
     with pytest.raises(InvalidParamsError, match=r"no Zarr array or group and no \.npy file at"):
