@@ -68,7 +68,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         categories: columns of texts, whose values become codes. Either a dict of the values of
             each column, in the order of their codes; any other value is an error. Or a list of
             columns: their values are first read from all rows, also those that `filters` drop,
-            and sorted.
+            and sorted. Another table's may be others: to evaluate, pass `trained.categories` of the
+            table that the model was trained on.
         fill: the value that replaces nulls, by column. A null in another column is an error.
         filters: which rows to read, as in pyarrow: `[("year", ">=", 2020)]`, all of which must
             hold, or a list of such lists, one of which must hold. A null never passes. Every rank

@@ -176,6 +176,22 @@ def test_categories_are_codes_by_a_mapping_that_is_given_or_read(tmp_path) -> No
         table(tmp_path, features=["tree"], categories=["tree"], fill={"tree": "oak"})
 
 
+@pytest.mark.parametrize("options", [{}, {"local_copy": True}])
+def test_another_table_has_the_codes_of_the_trained_one(options, tmp_path, monkeypatch) -> None:
+    """If it is given its `categories`; a text that wasn't there is then an error."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, values in (("train", ["a", "b"]), ("test", ["b"]), ("new", ["b", "z"])):
+        write(tmp_path / name / "x.parquet", {"tree": values})
+    trained = table(tmp_path / "train", categories=["tree"], **options)
+    test = table(tmp_path / "test", categories=trained.categories, **options)
+    assert (only_batch(trained)["tree"].tolist(), only_batch(test)["tree"].tolist()) == (
+        [0, 1],
+        [1],
+    )
+    with pytest.raises(InvalidParamsError, match="has the value 'z', which isn't one of"):
+        only_batch(table(tmp_path / "new", categories=trained.categories, **options))
+
+
 @pytest.mark.parametrize("statistics", [True, False])
 def test_a_null_is_refused_by_column_or_filled(statistics, tmp_path) -> None:
     """By the footer before anything is read, else when it is read, with file and row groups."""
