@@ -161,12 +161,16 @@ def records_in(ctx: RankContext, begin: str) -> "np.ndarray[Any, np.dtype[np.uin
     """Read the source's files, binary ones or torchvision's, that begin so: uint8 [n, 3073].
 
     Raises:
-        InvalidParamsError: there are none, or one is damaged.
+        InvalidParamsError: there are none, or of both kinds, or one is damaged.
     """
-    uri, records = ctx.source.uri, []
+    uri, records, kinds = ctx.source.uri, [], set()
     for name, content in read_files(ctx.source, begin):
         if "." in name and not name.endswith(".bin"):
             continue
+        kinds.add(name.endswith(".bin"))
+        if len(kinds) > 1:
+            msg = f"{uri} has {begin}* of both versions, each image twice: give a folder of one"
+            raise InvalidParamsError(msg)
         values = np.frombuffer(
             content if name.endswith(".bin") else unpickled(name, content), np.uint8
         )

@@ -68,6 +68,17 @@ def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
         prepare(tmp_path / "py", tmp_path / "again")
 
 
+def test_both_versions_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """Each image would be there twice, and one of the two perhaps held out."""
+    write_cifar10(tmp_path / "both", 2)
+    for path in sorted((tmp_path / "both").iterdir()):
+        records = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 3073)
+        batch = {b"data": records[:, 1:], b"labels": records[:, 0].tolist()}
+        path.with_suffix("").write_bytes(pickle.dumps(batch))
+    with pytest.raises(InvalidParamsError, match=r"both has data_batch_\* of both versions"):
+        prepare(tmp_path / "both", tmp_path / "data")
+
+
 def test_a_folder_without_it_is_refused(tmp_path: Path) -> None:
     """With both versions that can be given."""
     (tmp_path / "empty").mkdir()
