@@ -161,8 +161,8 @@ def make_net(options: Options, num_classes: int) -> nn.Module:
 
 def load_fitting(net: nn.Module, weights: str, model: str) -> None:
     """Load all weights but the last layer's, which may be of other classes."""
-    folder, _, file = weights.rpartition("/")
-    given = safetensors.torch.load(storage_from_uri(folder or ".").read(file))
+    folder, slash, file = weights.rpartition("/")
+    given = safetensors.torch.load(storage_from_uri(folder or slash or ".").read(file))
     own = net.state_dict()
     shapes = {name: value.shape for name, value in own.items()}
     fitting = {name: value for name, value in given.items() if shapes.get(name) == value.shape}

@@ -12,7 +12,7 @@ import torch
 
 from flows import land_use
 from flows.land_use import Options, make_net
-from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp import InvalidParamsError, RankContext, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_images
 from tests.support.records import read_records
@@ -108,3 +108,15 @@ def test_weights_are_taken_but_for_the_last_layer(tmp_path: Path) -> None:
     says = r"ten.safetensors has \d+ of the \d+ tensors of resnet18"
     with pytest.raises(InvalidParamsError, match=says):
         make_net(Options(weights=path), 3)
+
+
+def test_weights_at_the_root_arent_those_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that begins with a slash is read as it is; one without a slash is the folder's."""
+    monkeypatch.chdir(tmp_path)
+    net = make_net(Options(model="squeezenet1_1"), 3)
+    safetensors.torch.save_file(net.state_dict(), "m.safetensors")
+    make_net(Options(model="squeezenet1_1", weights="m.safetensors"), 3)
+    with pytest.raises(StorageError, match=r"m.safetensors"):
+        make_net(Options(model="squeezenet1_1", weights="/m.safetensors"), 3)
