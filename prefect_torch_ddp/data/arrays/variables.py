@@ -73,7 +73,7 @@ class Variable:
         if self.scale is None:
             return values.astype(self.dtype, copy=False)
         room = np.empty(values.shape, self.dtype)
-        # NumPy would compute in float16, and in float64 with integers.
+        # NumPy would compute in float16. Of integers it makes float64 by itself.
         dtype = room.dtype if values.dtype.kind == "f" else None
         np.subtract(values, self.scale.mean, out=room, casting="same_kind", dtype=dtype)
         room /= self.scale.std
