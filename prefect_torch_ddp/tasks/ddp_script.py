@@ -75,8 +75,9 @@ def ddp_script(
     options.setdefault("process_group", "user")
     task: Any = ddp_task(**options)(run)
     task.__class__ = ScriptTask
-    task.code = TaskCode(str(what), named, path)
-    return task  # type: ignore[no-any-return]
+    given, on_resume = (tuple(map(str, each)) for each in (args, resume_args))
+    task.code = TaskCode(str(what), named, path, (given, on_resume))
+    return task.with_params(task.params)  # type: ignore[no-any-return]
 
 
 class ScriptTask(GangTask[..., None]):

@@ -205,7 +205,7 @@ class GangTask(Task[P, R]):
         self.params = params
         if isinstance(self.cache_policy, CachePolicy) and self.cache_policy != NO_CACHE:
             task: Any = self  # Prefect lets mypy infer a narrower type
-            task.cache_policy = _CachedTraining.of(self.cache_policy, params)
+            task.cache_policy = _CachedTraining.of(self.cache_policy, params, self.code)
         return self
 
     def _from_here(self) -> Self:
@@ -263,7 +263,7 @@ class _CachedTraining(CachePolicy):
     chosen: str
 
     @classmethod
-    def of(cls, inner: CachePolicy, params: TaskParams) -> Self:
+    def of(cls, inner: CachePolicy, params: TaskParams, code: TaskCode) -> Self:
         inner = inner.inner if isinstance(inner, cls) else inner
         same = {"seed", "options", "determinism", "virtual_ranks", "world_size"}
         chosen = params.model_dump(include=same | {"resume_from", "run_key", "storage"})
@@ -272,7 +272,7 @@ class _CachedTraining(CachePolicy):
             isolation_level=inner.isolation_level,
             lock_manager=inner.lock_manager,
             inner=inner,
-            chosen=value_digest(chosen),
+            chosen=value_digest((chosen, *own) if (own := code.of_script()) else chosen),
         )
 
     def compute_key(self, *args: Any, **kwargs: Any) -> str | None:

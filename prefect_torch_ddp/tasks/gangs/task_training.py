@@ -3,9 +3,10 @@
 With a `run_key` a call's training is known by a digest of its arguments' content.
 """
 
+import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -61,6 +62,16 @@ class TaskCode:
     workload: str
     source: Path | None
     """The file that is kept with the run, if it is one."""
+    script_args: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """Of a script: what each call gives it, and what a resumed one does too. None: a function."""
+
+    def of_script(self) -> tuple[object, ...]:
+        """Return what tells a script's task from another's: Prefect sees one function in all."""
+        if self.script_args is None:
+            return ()
+        source = self.source if self.source is not None and self.source.is_file() else None
+        content = "" if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
+        return self.module, self.script_args, content
 
 
 def train(
@@ -78,7 +89,7 @@ def train(
     # Prefect has filled in the defaults.
     arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
     params = with_key_of(params, arguments)
-    run_id = task_run_id(context, params, call.args, call.kwargs)
+    run_id = task_run_id(context, params, code, call)
     experiment = experiment_of_task(context.task.name, params, code)
     resume_from = resume_point(params, storage, run_id, experiment)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
@@ -158,16 +169,14 @@ def experiment_of_task(name: str, params: TaskParams, code: TaskCode) -> str:
     return experiment_of(code.module, name if key is None else f"{name}:{key}")
 
 
-def task_run_id(
-    context: TaskRunContext, params: TaskParams, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
+def task_run_id(context: TaskRunContext, params: TaskParams, code: TaskCode, call: Call) -> str:
     """Name the training of a task run: its own, or with a `run_key` that of all equal calls."""
     if params.run_key is None:
         return run_id_of(context.task.name, context.task_run.id)
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    where = str(context.task_run.flow_run_id), context.task.name
+    where = str(context.task_run.flow_run_id), context.task.name, code.module, code.script_args
     digest = value_digest(
-        (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
+        (where, params.run_key, params.resume_from, chosen, tuple(call.args), dict(call.kwargs))
     )
     return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -12,9 +13,12 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
+from prefect.cache_policies import INPUTS, TASK_SOURCE
 from torch.utils.data import Dataset, TensorDataset
 
-from prefect_torch_ddp.tasks.gangs.task_training import TaskParams, task_run_id
+from prefect_torch_ddp import ddp_script
+from prefect_torch_ddp.protocol.call import Call
+from prefect_torch_ddp.tasks.gangs.task_training import TaskCode, TaskParams, task_run_id
 from prefect_torch_ddp.tasks.train_run import run_id_of
 
 FLOW_RUN = UUID("01989fd2-7b1e-7c3a-9f00-1b2c3d4e5f60")
@@ -42,13 +46,21 @@ def second(_x: float) -> None:
     """Be another one."""
 
 
+FUNCTION = TaskCode("module", "module:fit", None)
+
+
 def name_of(
-    params: TaskParams, *args: Any, flow_run: UUID = FLOW_RUN, name: str = "fit", **kwargs: Any
+    params: TaskParams,
+    *args: Any,
+    flow_run: UUID = FLOW_RUN,
+    name: str = "fit",
+    code: TaskCode = FUNCTION,
+    **kwargs: Any,
 ) -> str:
     """Name the training of a call."""
     task_run = SimpleNamespace(id=TASK_RUN, flow_run_id=flow_run)
     context: Any = SimpleNamespace(task=SimpleNamespace(name=name), task_run=task_run)
-    return task_run_id(context, params, args, kwargs)
+    return task_run_id(context, params, code, Call(first, args, kwargs))
 
 
 def test_runs_that_are_scheduled_together_are_told_apart() -> None:
@@ -161,3 +173,41 @@ def test_a_key_counts_within_its_flow_run_and_task() -> None:
     assert name_of(TaskParams(run_key="night", world_size=3, max_restarts=1), 1) == named
     assert name_of(KEYED, 1, flow_run=TASK_RUN) != named
     assert name_of(KEYED, 1, name="other") != named
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Make tasks of scripts in two folders, all of one name."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text("print(1)")
+    policy = INPUTS + TASK_SOURCE
+    return lambda *given, **options: ddp_script(*given, cache_policy=policy, **options)
+
+
+SCRIPTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("one/train.py", ["--lr", 0.1]), {}),
+    (("one/train.py", ["--lr", 0.2]), {}),
+    (("one/train.py", ["--lr"]), {"resume_args": [0.1]}),
+    (("two/train.py", ["--lr", 0.1]), {}),
+    (("-m one.train", ["--lr", 0.1]), {}),
+]
+
+
+def test_another_script_or_other_arguments_are_another_training(
+    scripts: Callable[..., Any], tmp_path: Path
+) -> None:
+    """For a run_key and for Prefect's cache, to which all scripts are one function."""
+    tasks = [scripts(*given, **options) for given, options in SCRIPTS]
+
+    def key_of(task: Any) -> str:
+        return str(task.cache_policy.compute_key(SimpleNamespace(task=task), {}, {}))
+
+    for call in (lambda task: name_of(KEYED, name="train", code=task.code), key_of):
+        assert len({call(task) for task in tasks}) == len(tasks)
+        (given, options), *_ = SCRIPTS
+        assert call(scripts(*given, **options)) == call(tasks[0])
+    before = key_of(tasks[0])
+    (tmp_path / "one" / "train.py").write_text("print(2)")
+    assert key_of(tasks[0].with_options(retries=1)) != before, "the script was edited"
