@@ -28,6 +28,7 @@ from typing_extensions import TypedDict  # what Prefect's are, to be joined with
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.option_lines import add_option_lines
+from prefect_torch_ddp.protocol.metric_names import Direction, direction
 from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode
 from prefect_torch_ddp.refusals import with_near_names
 from prefect_torch_ddp.run_form import arrange
@@ -276,14 +277,22 @@ class CheckpointParams(Params):
     """How many of the best checkpoints by best_metric are kept in addition."""
     best_metric: str | None = None
     """A metric that the training reports, e.g. validation_accuracy."""
-    best_mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller value is better."""
+    best_mode: Literal["auto", "max", "min"] = "auto"
+    """Whether a larger or a smaller value is better. auto: as the metric's name says, a smaller one
+    of a loss or an error, else a larger one."""
     on_failure: Literal["warn", "fail"] = "warn"
     """What a training does if a checkpoint can't be written: warn and continue, or fail. If the
     last checkpoint can't be written, the training fails in any case."""
     compare_replicas: bool = True
     """Whether the ranks' weights are compared at each checkpoint. If they differ, the checkpoint
     isn't written and the attempt fails. A restart or retry resumes from the previous checkpoint."""
+
+    @property
+    def best_is(self) -> Direction:
+        """Whether the best value is the largest or the smallest."""
+        if self.best_mode != "auto":
+            return self.best_mode
+        return direction(self.best_metric or "") or "max"
 
 
 @exported_by("prefect_torch_ddp")

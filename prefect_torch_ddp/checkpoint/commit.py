@@ -54,7 +54,7 @@ def superfluous(
     by_step = sorted(manifests, key=lambda manifest: manifest.step)
     kept = {manifest.step for manifest in by_step[-policy.keep_last :]}
     if policy.best_metric is not None:
-        order = ranked(by_step, policy.best_metric, policy.best_mode)
+        order = ranked(by_step, policy.best_metric, policy.best_is)
         kept |= {manifest.step for manifest in order[: policy.keep_best]}
     return [each for each in by_step if each.step not in kept and each.step not in young]
 

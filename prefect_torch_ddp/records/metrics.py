@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.records.metric_names import is_validation
+from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.formats import METRICS

@@ -62,7 +62,7 @@ def draft_record(
             "options": plain_values(params.options),
             "seed": params.seed,
             "best_metric": params.checkpoint.best_metric,
-            "best_mode": params.checkpoint.best_mode,
+            "best_mode": params.checkpoint.best_is,
         }
     return RunRecord(**fields)
 

@@ -96,7 +96,7 @@ def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> 
 
     Without such a metric, the newest run's.
     """
-    metric, sign = params.checkpoint.best_metric, 1 if params.checkpoint.best_mode == "max" else -1
+    metric, sign = params.checkpoint.best_metric, 1 if params.checkpoint.best_is == "max" else -1
 
     def score(value: float | None) -> float:
         return sign * value if value is not None and math.isfinite(value) else -math.inf
@@ -106,7 +106,7 @@ def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> 
     # A stable sort: of equals the newest.
     for run_id in sorted(of_run, key=lambda each: score(of_run[each]), reverse=True):
         found = list_manifests(own, run_id)
-        by_metric = [] if metric is None else ranked(found, metric, params.checkpoint.best_mode)
+        by_metric = [] if metric is None else ranked(found, metric, params.checkpoint.best_is)
         for best in [*by_metric, *reversed(found)]:
             return ResumePoint(own, run_id, best.step, best.attempt, only_weights=True)
     return None

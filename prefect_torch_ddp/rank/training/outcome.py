@@ -73,7 +73,7 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
     policy = config.checkpoint
     if policy.best_metric is None:
         return None
-    found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+    found = best(config.storage, config.run_id, policy.best_metric, policy.best_is)
     if found is None and warns:
         text = "there is no best checkpoint: none has a finite value of %r, as reported by rank 0"
         logger.warning(text, policy.best_metric)

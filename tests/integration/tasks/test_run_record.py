@@ -24,7 +24,7 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
-from prefect_torch_ddp.records.metric_names import is_validation
+from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report import markdown

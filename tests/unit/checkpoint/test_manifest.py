@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,3 +173,21 @@ def test_a_damaged_manifest_is_left_out_by_name(
         read_manifest(storage, "run", 3, 1)
     with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 in"):
         find_manifest(storage, "run", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"best_metric": "validation_loss"}, "min"),
+        ({"best_metric": "val_accuracy"}, "max"),
+        ({"best_metric": "something"}, "max"),
+        ({"best_metric": "validation_loss", "best_mode": "max"}, "max"),
+        ({"best_metric": "something", "best_mode": "min"}, "min"),
+        ({}, "max"),
+    ],
+)
+def test_a_metrics_name_says_which_of_its_values_is_the_best(
+    given: dict[str, Any], expected: str
+) -> None:
+    """Unless it is said: the best checkpoint by a loss isn't the one with the largest."""
+    assert CheckpointParams(**given).best_is == expected

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
-from prefect_torch_ddp.records.metric_names import is_validation
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class NewestMetrics:
         """Note the best metric of a checkpoint; warn, once, if a best value is of other weights."""
         if metric not in self._values or self._intervals.get(metric) == self._rated:
             return
-        value = self._values[metric] * (1 if self._policy.best_mode == "max" else -1)
+        value = self._values[metric] * (1 if self._policy.best_is == "max" else -1)
         number, step = self._rated = self._intervals[metric]
         if not value > self._best:  # nor if it is a nan
             return

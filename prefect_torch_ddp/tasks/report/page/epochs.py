@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from prefect_torch_ddp.records.metric_names import Direction
+from prefect_torch_ddp.protocol.metric_names import Direction
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.tasks.report.markdown import count, number, short, table
 

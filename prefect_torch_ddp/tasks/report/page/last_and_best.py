@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from prefect_torch_ddp.records.metric_names import Direction, direction, is_validation
+from prefect_torch_ddp.protocol.metric_names import Direction, direction, is_validation
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.tasks.report.curves import Curves

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefect_torch_ddp.records.metric_names import quantity
+from prefect_torch_ddp.protocol.metric_names import quantity
 from prefect_torch_ddp.tasks.report.curves import Curve, Curves
 from prefect_torch_ddp.tasks.report.markdown import middle_cut, svg_image, svg_text
 

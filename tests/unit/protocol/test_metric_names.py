@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.records.metric_names import direction, is_validation, quantity
+from prefect_torch_ddp.protocol.metric_names import direction, is_validation, quantity
 
 HIGHER = """
 val_acc val_map val_mAP50 val_mAP val/mAP val_kappa val_mcc val_psnr val_ssim val_ndcg val_mrr
