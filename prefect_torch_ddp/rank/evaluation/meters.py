@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 
 import torch
 import torch.distributed as dist
@@ -230,9 +231,19 @@ def summed(value: torch.Tensor) -> torch.Tensor:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
+    """Return this process's rank and the number of ranks.
+
+    Raises:
+        InvalidParamsError: there are other ranks, and no process group.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        msg = (
+            f"a meter reports over all ranks, and these {num_ranks} have no process group: leave "
+            "out process_group, or initialise one before the report"
+        )
+        raise InvalidParamsError(msg)
     return 0, 1
 
 

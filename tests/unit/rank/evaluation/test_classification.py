@@ -28,6 +28,17 @@ LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])
 TARGETS = torch.tensor([0, 1, 2, 0, 2])  # the last one is told wrongly: 0.8
 
 
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their report would be of this rank's share only."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    meter = ClassificationMeter(NAMES)
+    meter.update(LOGITS, TARGETS)
+    with pytest.raises(
+        InvalidParamsError, match="over all ranks, and these 4 have no process group"
+    ):
+        meter.report()
+
+
 def test_single_process_counts_without_a_process_group() -> None:
     """A unit test or a debugger needs no torch.distributed."""
     meter = ClassificationMeter(NAMES)
