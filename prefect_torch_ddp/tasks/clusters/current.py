@@ -29,6 +29,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
     TaskCancelled,
 )
+from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.caller.workers import until_gone, workers_away
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
@@ -107,18 +108,27 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     would load it again, 3 s of a core, for a cluster that lives as long as the run. Raises
     InvalidParamsError if the training is to grow, since that cluster can't.
     """
-    if params.ranks_per_worker is not None:
-        return params
-    is_ours = not of_runner(_runner())
-    nothing_said = params.cluster == ClusterParams() and params.min_world_size is None
-    one_worker = is_ours and nothing_said and _open_client() is None
-    if one_worker and (params.max_world_size or 0) > params.world_size:
+    cluster = params.cluster
+    is_local = not of_runner(_runner()) and not (cluster.is_running or cluster.cluster_class)
+    is_ours = is_local and _open_client() is None
+    nothing_said = cluster == ClusterParams() and params.min_world_size is None
+    if (each := params.ranks_per_worker) is None:
+        each = params.world_size if is_ours and nothing_said else 1
+    if is_ours and not cluster.adapt_kwargs:
+        num_workers = num_workers_needed(params.world_size, each)
+        _refuse_growth(params, each * (cluster.cluster_kwargs.get("n_workers") or num_workers))
+    return params.model_copy(update={"ranks_per_worker": each})
+
+
+def _refuse_growth(params: TrainParams, room: int) -> None:
+    """Refuse to grow beyond a cluster that is started for the run, and gets no more workers."""
+    if (params.max_world_size or 0) > room:
         msg = (
             f"max_world_size is {params.max_world_size}, but the run's own local cluster has room "
-            f"for {params.world_size} ranks (world_size); name a cluster, or leave it out"
+            f"for {room} ranks; name a cluster, give it more workers (cluster_kwargs), or leave "
+            "max_world_size out"
         )
         raise InvalidParamsError(msg)
-    return params.model_copy(update={"ranks_per_worker": params.world_size if one_worker else 1})
 
 
 def _open_client() -> distributed.Client | None:

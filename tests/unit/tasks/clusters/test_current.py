@@ -52,3 +52,31 @@ def test_the_cluster_of_a_flows_own_task_runner_is_kept(name: str, value: Any) -
     other = ClusterParams(cluster_kwargs={"n_workers": 2})
     with pytest.raises(InvalidParamsError, match=rf"the flow's task runner \({name}\) both say"):
         point_at_cluster(runner, TrainParams(cluster=other))
+
+
+@pytest.mark.parametrize(
+    ("given", "room"),
+    [
+        ({}, 2),
+        ({"ranks_per_worker": 1}, 2),
+        ({"min_world_size": 1}, 2),
+        ({"ranks_per_worker": 3}, 3),
+        ({"cluster": {"cluster_kwargs": {"n_workers": 3}}}, 3),
+        ({"cluster": {"adapt_kwargs": {"maximum": 8}}}, None),
+        ({"cluster": {"address": "tcp://a:8786"}}, None),
+    ],
+)
+def test_a_local_cluster_without_room_to_grow_is_refused(
+    given: dict[str, Any], room: int | None
+) -> None:
+    """However its ranks are placed: it would never grow, without a word."""
+    params = TrainParams(world_size=2, max_world_size=4, **given)
+    with FlowRunContext.model_construct(task_runner=DaskTaskRunner()):
+        if room is None:
+            assert with_ranks_placed(params).max_world_size == 4
+            return
+        with_ranks_placed(params.model_copy(update={"max_world_size": room}))
+        with pytest.raises(
+            InvalidParamsError, match=f"own local cluster has room for {room} ranks"
+        ):
+            with_ranks_placed(params)
