@@ -124,7 +124,7 @@ def resume(
         msg = f"run {run_id} still trains; cancel it first"
         raise InvalidParamsError(msg)
     recorded, *_ = recorded_params(opened, run_id)
-    before = recorded.model_dump(exclude_unset=True)
+    before = _before(recorded, changes)
     given = {
         **before,
         "options": {**recorded.options, **options},
@@ -143,6 +143,16 @@ def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any
         msg = f"-p {name} can't be given: use {flags[name]}"
         raise InvalidParamsError(msg)
     return changes
+
+
+def _before(recorded: "TrainParams", changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of the run, without what only its own cluster made of them."""
+    from prefect_torch_ddp.params import ClusterParams
+
+    before = recorded.model_dump(exclude_unset=True)
+    if "cluster" in changes and recorded.cluster == ClusterParams():
+        before.pop("ranks_per_worker", None)  # there one worker has all ranks
+    return before
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

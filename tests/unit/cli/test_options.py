@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp import ClusterParams, DirectoryStorage, InvalidParamsError, TrainParams
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
-from prefect_torch_ddp.cli.train import _over
+from prefect_torch_ddp.cli.train import _before, _over
 from prefect_torch_ddp.records.run_record import write_record
 from tests.support.pages import BEGAN, RECORD
 
@@ -137,3 +137,15 @@ def test_a_changed_group_keeps_its_other_values_at_any_depth() -> None:
         "cluster": {**before["cluster"], "cluster_kwargs": {**kwargs, "memory": "16GB"}},
         "checkpoint": {"every_s": 5},
     }
+
+
+def test_a_run_of_its_own_cluster_is_placed_anew_on_another() -> None:
+    """There one worker has all ranks, as is on record; on another cluster each has its own."""
+    local = TrainParams(world_size=4, ranks_per_worker=4)
+    moved = nested({"cluster.address": "tcp://a:8786"}, "-p")
+    assert "ranks_per_worker" not in _before(local, moved)
+    assert _before(local, {"seed": 1})["ranks_per_worker"] == 4
+    given = TrainParams(ranks_per_worker=2, cluster=ClusterParams(address="tcp://a:8786"))
+    assert (
+        _before(given, nested({"cluster.address": "tcp://b:8786"}, "-p"))["ranks_per_worker"] == 2
+    )
