@@ -157,13 +157,21 @@ class ShareWeights:
 
     def scale(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Scale this rank's gradients, so that the sum over the ranks is the global batch's."""
-        share = self._share
-        if share is None:
+        weight = self.weight
+        if weight is None:
             gradients.div_(dist.get_world_size(group))
-        elif share.num_local == share.num_skipped:
-            gradients.zero_()  # not times 0: the stand-in's gradient may be nan
+        elif weight:
+            gradients.mul_(weight)
         else:
-            gradients.mul_(share.num_local / share.num_global)
+            gradients.zero_()  # not times 0: the stand-in's gradient may be nan
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank's gradients count in the sum over the ranks; None: all count the same."""
+        share = self._share
+        if share is None or share.num_local == share.num_skipped:
+            return None if share is None else 0.0
+        return share.num_local / share.num_global
 
     def tracked(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Return the models without DDP; refuse what isn't whole on each rank."""
@@ -188,6 +196,29 @@ class ShareDDP(DistributedDataParallel):
     """
 
     share_weights: ShareWeights
+    unsummed: frozenset[float | None] = frozenset()
+    """The weights of this rank's gradients in passes within `no_sync` that aren't summed yet."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """See DDP; refuse to sum this pass with others that count by another share."""
+        if self.unsummed and self.require_backward_grad_sync and torch.is_grad_enabled():
+            self._refuse_mixed()
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _refuse_mixed(self) -> None:
+        weight = self.share_weights.weight
+        gradients = (parameter.grad for parameter in self.module.parameters())
+        if not any(each is not None and bool(each.any()) for each in gradients):
+            self.unsummed = frozenset()  # they were set to zero
+        elif self.unsummed != {weight}:
+            msg = (
+                "gradients of an earlier step, made within no_sync, would be summed with those of "
+                "this one, in which this rank has another share of the global batch: they would "
+                "count by the wrong share. Accumulate within a step, by ctx.micro_batches; or "
+                "give all ranks equal shares: drop_last=True, and a global_batch_size that the "
+                "number of ranks divides"
+            )
+            raise InvalidParamsError(msg)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward pass does: only within `join`, which counts on it."""
@@ -216,12 +247,14 @@ class ShareDDP(DistributedDataParallel):
         """Not sum the gradients of the passes within, as under plain DDP."""
         refuse_unsynced(self)
         self.share_weights.sums.leave_to_user(self.module)
+        self.unsummed |= {self.share_weights.weight}
         return super().no_sync()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy registers again: the hook, whose process group can't be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["share_weights"]
+        state.pop("unsummed", None)
         return {**state, "_comm_hooks": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -250,6 +283,7 @@ def _sum_by_share(
     gradients = bucket.buffer()
     ddp = ddp_ref()
     if bucket.is_last() and ddp is not None:
+        ddp.unsummed = frozenset()
         joins = ddp._join_config.enable  # noqa: SLF001
         weights.sums.summed(ddp.module, counts=not joins)
         if not joins:

@@ -32,9 +32,9 @@ def make(*, frozen: bool = False) -> nn.Sequential:
     return net
 
 
-def data() -> TensorDataset:
-    """Return sixteen samples, and what is to be learnt of them."""
-    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+def data(num_samples: int = 16) -> TensorDataset:
+    """Return samples, and what is to be learnt of them."""
+    x = torch.linspace(-1, 1, 4 * num_samples).reshape(num_samples, 4)
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
@@ -198,6 +198,15 @@ def test_a_step_on_gradients_that_no_rank_summed_is_refused(tmp_path: Path, how:
         assert said.startswith("an optimizer is about to step on the gradient of ")
 
 
+@pytest.mark.parametrize("num_samples", [15, 13], ids=["2 and 1 samples", "1 and none"])
+def test_steps_of_unequal_shares_are_not_accumulated(tmp_path: Path, num_samples: int) -> None:
+    """The first step's gradients would count by the shares of the second, a smaller batch."""
+    fn = partial(accumulated, num_samples=num_samples)
+    for step, said, _ in train_on(2, config_for(tmp_path), step_of_error, fn):
+        assert said.startswith("gradients of an earlier step, made within no_sync, would be")
+        assert step == 4
+
+
 def penalty_after(ctx: RankContext) -> None:
     """Add a penalty on the weights by a second backward pass in each step."""
     net = make()
@@ -276,11 +285,11 @@ def adversaries(ctx: RankContext) -> None:
             second.step()
 
 
-def accumulated(ctx: RankContext) -> None:
+def accumulated(ctx: RankContext, num_samples: int = 16) -> None:
     """Add up the gradients of two steps, the first of them not summed."""
     model = ctx.wrap(make())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in ctx.steps(ctx.loader(data(), global_batch_size=4), epochs=1):
+    for x, y in ctx.steps(ctx.loader(data(num_samples), global_batch_size=4), epochs=1):
         is_odd = ctx.step % 2 == 1
         with model.no_sync() if is_odd else nullcontext():  # type: ignore[operator]
             loss_of(model(x), y).backward()
