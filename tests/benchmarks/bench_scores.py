@@ -19,7 +19,7 @@ from tests.support.s3_server import S3Server
 pytestmark = [pytest.mark.timeout(7200), pytest.mark.usefixtures("on_cpus", "prefect_api")]
 SEEDS = range(rounds(3))
 AT_ITS_END = CheckpointParams(every_epochs=1, every_s=None)
-SIZE, NUM_CLASSES = 64, 10
+SIZE, NUM_CLASSES = 64, 4
 
 
 class Case(NamedTuple):
@@ -39,7 +39,7 @@ CASES = {
     "land_use: resnet101 at 64x64, SGD": Case(
         land_use,
         score_plain.of_land_use,
-        {"size": SIZE, "model": "resnet101", "optimizer": "sgd", "lr": 0.05, "epochs": 10}
+        {"size": SIZE, "model": "resnet101", "optimizer": "sgd", "lr": 0.3, "epochs": 12}
         | {"global_batch_size": 16, "weight_decay": 1e-4},
     ),
     "land_use: resnet18 with given weights, images in a bucket": Case(
@@ -60,7 +60,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
     }
     (found[pet_names] / "names.txt").write_text("\n".join(some_names(700)), encoding="utf-8")
     write_cifar10(found[cifar10], 300)
-    write_images(found[land_use], NUM_CLASSES, 24)
+    write_images(found[land_use], NUM_CLASSES, 48)
     return found
 
 
