@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from prefect_torch_ddp.integrations.refused import refuse_options
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_NO_STEP = (
+    "no optimizer made a step in epoch {}: use one that accelerator.prepare returned, and don't "
+    "decide by loop.step when to make a step, since only steps increase it; accumulate with "
+    "accelerator.accumulate, or count batches"
+)
 
 
 def attach(accelerator: Accelerator) -> "Loop":
@@ -44,8 +50,9 @@ def attach(accelerator: Accelerator) -> "Loop":
         ),
     }
     refuse_options(refused)
-    accelerator.trackers.append(_Tracker(ctx))
-    return Loop(accelerator, ctx)
+    loop = Loop(accelerator, ctx)
+    accelerator.trackers.append(_Tracker(ctx, loop))
+    return loop
 
 
 class Loop:
@@ -55,6 +62,17 @@ class Loop:
         self._accelerator, self._ctx = accelerator, ctx
         self.step = 0
         """Optimizer steps that are finished, over all attempts."""
+        self.epoch = 0
+        """The current epoch, from 1, over all calls of `batches` and all attempts."""
+        self.epoch_ended = False
+        """Whether the current batch is the last one of its epoch."""
+        self._num_epochs = 0  # of all calls of `batches`
+        self._has_stepped = self._skips_steps = self._has_stopped = False
+        # Nothing public has them.
+        self._optimizers = accelerator._optimizers  # noqa: SLF001
+        self._loaders = accelerator._dataloaders  # noqa: SLF001
+        for optimizer in self._optimizers:
+            self._note_steps(optimizer)
         self._kept: Any = None
         if ctx is not None and ctx.committed is not None:
             size = torch.load(ctx.committed / "loop-0.pt")["world_size"]
@@ -66,120 +84,206 @@ class Loop:
                 raise InvalidParamsError(msg)
             accelerator.load_state(str(ctx.committed))
             self._kept = torch.load(ctx.committed / f"loop-{ctx.rank}.pt")
-            self.step = self._kept["step"]
+            self.step, self._skips_steps = self._kept["step"], self._kept["skips_steps"]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a resumed program hasn't come to the place of its commit yet."""
+        return self._kept is not None
 
     def batches(self, loader: Any, *, epochs: int) -> Iterator[Any]:
         """Yield the batches of all epochs; after a resume, those that are left.
 
-        The loop's body trains on a batch. After a body that made an optimizer step, this iterator
-        saves by `accelerator.save_state` if a checkpoint is due, and ends if all ranks are to stop.
+        The loop's body trains on a batch. After a body in which an optimizer made a step, this
+        iterator saves by `accelerator.save_state` if a checkpoint is due, and ends if all ranks are
+        to stop. What the body does once `epoch_ended` is true, such as a validation, belongs to the
+        step and isn't repeated.
+
+        A second call continues the numbers of steps and epochs. On resume, finished calls yield
+        nothing and the code after them runs again. What it logs is left out, and what it did to
+        the model and all that `save_state` saves is undone. After a stop, later calls yield
+        nothing.
 
         Args:
             loader: a DataLoader that `accelerator.prepare` returned, with a dataset that has a
                 length.
-            epochs: number of passes over the DataLoader, over all attempts.
+            epochs: number of passes over the DataLoader in this call, over all attempts.
 
         Raises:
-            InvalidParamsError: the DataLoader can't be resumed within an epoch. The message says
-                why.
+            InvalidParamsError: the DataLoader can't be resumed within an epoch, or no prepared
+                optimizer makes steps. The message says why.
         """
+        first = self._num_epochs
+        self._num_epochs += epochs
         if self._ctx is None:
-            return (batch for _ in range(epochs) for batch in loader)
+            return self._plain(loader, range(first, self._num_epochs))
         refuse_options(
             {
                 "a DataLoader that it didn't prepare": not isinstance(loader, DataLoaderShard),
                 "an IterableDataset": isinstance(loader.dataset, IterableDataset),
                 "use_stateful_dataloader": getattr(loader, "use_stateful_dataloader", False),
+                "no optimizer that it prepared before attach": not self._optimizers,
             }
         )
-        return self._batches(self._ctx, loader, epochs)
+        return self._batches(self._ctx, loader, first, self._num_epochs)
 
-    def _batches(self, ctx: RankContext, loader: DataLoaderShard, epochs: int) -> Iterator[Any]:
-        num_steps = math.ceil(len(loader) / self._accelerator.gradient_accumulation_steps)
-        for epoch in range(self._kept["epoch"] if self._kept else 0, epochs):
+    def _plain(self, loader: Any, epochs: range) -> Iterator[Any]:
+        for epoch in epochs:
+            for batch in loader:
+                yield from self._body(batch, epoch, loader)
+
+    def _body(self, batch: Any, epoch: int, source: Any) -> Iterator[Any]:
+        """Yield a batch; count the step that the body made."""
+        self.epoch, self.epoch_ended = epoch + 1, getattr(source, "end_of_dataloader", False)
+        self._has_stepped = False
+        yield batch
+        self.step += self._has_stepped
+
+    def _batches(
+        self, ctx: RankContext, loader: DataLoaderShard, first: int, end: int
+    ) -> Iterator[Any]:
+        ended = None  # the epoch that has ended since the last step
+        for epoch in range(self._enter(ctx, first, end), end):
             begun, num_done, source = self._begin(loader, epoch)
+            has_stepped = num_done > 0  # in this epoch
             for batch in source:
-                if self._kept:
-                    if num_done:  # iterating has drawn numbers
-                        restore_generators(self._kept["now"]["generators"])
-                    self._kept = None
-                yield batch
+                if self._kept and num_done:  # iterating has drawn numbers
+                    restore_generators(self._kept["now"]["generators"])
+                self._kept = None
+                total = self._total(len(loader), first, end - epoch, num_done)
+                ctx.progress(self.step + 1, total, epoch=epoch + 1)
+                yield from self._body(batch, epoch, source)
                 num_done += 1
-                if not self._accelerator.sync_gradients:
-                    continue  # gradients are being accumulated
-                self.step += 1
-                is_last = self._accelerator.gradient_state.end_of_dataloader
-                ctx.progress(self.step, num_steps * epochs, epoch=epoch + 1)
-                due = ctx.due(self.step, ends_epoch=epoch + 1 if is_last else None)
+                ended = epoch + 1 if self.epoch_ended else ended
+                if not self._has_stepped:  # gradients are being accumulated
+                    self._skips_steps |= self._accelerator.sync_gradients
+                    continue
+                has_stepped = True
+                due = ctx.due(self.step, ends_epoch=ended)
+                ended, self._has_stopped = None, due.stop
                 if due.save:
-                    position = (epoch + 1, 0) if is_last else (epoch, num_done)
-                    self._save(position, begun, _capture(loader))
+                    self._save((epoch + 1, 0) if self.epoch_ended else (epoch, num_done), begun)
                 if due.stop:
                     return
+            if self._skips_steps and not has_stepped:
+                raise InvalidParamsError(_NO_STEP.format(epoch + 1))
+
+    def _enter(self, ctx: RankContext, first: int, end: int) -> int:
+        """Return the epoch with which a call begins; its end if it has nothing left."""
+        if self._has_stopped:
+            return end
+        if self._kept is None:
+            return first
+        epoch, num_done = self._kept["epoch"], self._kept["num_done"]
+        if (epoch, num_done) > (end, 0):
+            return end
+        if first > 0:  # the code after finished calls has run again
+            self._accelerator.load_state(str(ctx.committed))
+        if epoch == end:  # the commit is of the call's last step: what comes next wasn't done
+            self._restore(self._kept["now"])
+            self._kept = None
+            ctx.progress(self.step, epoch=epoch)
+        return int(epoch)
 
     def _begin(self, loader: DataLoaderShard, epoch: int) -> tuple[Any, int, DataLoaderShard]:
         """Return what the epoch's order is drawn from, how many batches are done, and the rest."""
-        loader.iteration = epoch
         num_done = self._kept["num_done"] if self._kept else 0
         if self._kept:
-            _restore(loader, self._kept["begun" if num_done else "now"])
-        begun = _capture(loader)
+            self._restore(self._kept["now"])
+            if num_done:
+                self._restore(self._kept["begun"], only=loader)
+        loader.iteration = epoch
+        begun = self._capture()
         return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
 
-    def _save(self, position: tuple[int, int], begun: Any, now: Any) -> None:
+    def _total(self, num_batches: int, first: int, num_epochs: int, num_done: int) -> int | None:
+        """Return the number of all steps; None: later calls or accumulation by hand change it."""
+        if first > 0 or self._skips_steps:
+            return None
+        size: int = self._accelerator.gradient_accumulation_steps
+        return self.step + num_epochs * math.ceil(num_batches / size) - num_done // size
+
+    def _note_steps(self, optimizer: Any) -> None:
+        """Have an optimizer tell when it makes a step.
+
+        A hook of torch's would miss a step that a GradScaler skips, but it ends an accumulation.
+        """
+        step = optimizer.step
+
+        def noted(_: Any, *args: Any, **kwargs: Any) -> Any:
+            self._has_stepped |= self._accelerator.sync_gradients
+            return step(*args, **kwargs)
+
+        optimizer.step = MethodType(noted, optimizer)  # torch's schedulers need a method
+
+    def _capture(self) -> dict[str, Any]:
+        """Return all generators' states, and what each loader's order is drawn from."""
+        return {
+            "generators": capture_generators(),
+            "orders": [_order(loader) for loader in self._loaders],
+        }
+
+    def _restore(self, kept: dict[str, Any], only: DataLoaderShard | None = None) -> None:
+        for loader, (iteration, seed, state) in zip(self._loaders, kept["orders"], strict=False):
+            if only is not None and loader is not only:
+                continue
+            loader.iteration, sampler = iteration, _sampler(loader)
+            if seed is not None:  # Accelerate's own sampler, which draws by seed and epoch
+                sampler.initial_seed = seed
+            elif state is not None:
+                sampler.generator.set_state(state)
+        restore_generators(kept["generators"])
+
+    def _save(self, position: tuple[int, int], begun: Any) -> None:
         assert self._ctx is not None
+        now = self._capture()
         epoch, num_done = position
         rank, folder = self._ctx.rank, self._ctx.checkpoint_folder / f"step-{self.step}"
         self._accelerator.save_state(str(folder))
-        size = self._ctx.world_size
-        state = {"epoch": epoch, "num_done": num_done, "step": self.step, "world_size": size}
-        torch.save({**state, "begun": begun, "now": now}, folder / f"loop-{rank}.pt")
+        state = {
+            "step": self.step,
+            "epoch": epoch,
+            "num_done": num_done,
+            "skips_steps": self._skips_steps,
+            "world_size": self._ctx.world_size,
+            "begun": begun,
+            "now": now,
+        }
+        torch.save(state, folder / f"loop-{rank}.pt")
         own = [f"random_states_{rank}.pkl", f"loop-{rank}.pt"]
         self._ctx.commit(folder, step=self.step, files=own if rank else None)
         shutil.rmtree(folder)
 
 
-def _sampler(loader: DataLoaderShard) -> Any:
+def _sampler(loader: Any) -> Any:
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(batches, "batch_sampler"):  # each rank's share is cut out of another's
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
 
 
-def _capture(loader: DataLoaderShard) -> dict[str, Any]:
-    """Return all generators' states, and what the order of the samples is drawn from."""
+def _order(loader: Any) -> tuple[int, Any, Any]:
     sampler = _sampler(loader)
     generator = getattr(sampler, "generator", None)
-    return {
-        "generators": capture_generators(),
-        "seed": getattr(sampler, "initial_seed", None),
-        "order": None if generator is None else generator.get_state(),
-    }
-
-
-def _restore(loader: DataLoaderShard, kept: dict[str, Any]) -> None:
-    sampler = _sampler(loader)
-    if kept["seed"] is not None:  # Accelerate's own sampler, which draws by seed and epoch
-        sampler.initial_seed = kept["seed"]
-    elif kept["order"] is not None:
-        sampler.generator.set_state(kept["order"])
-    restore_generators(kept["generators"])
+    state = None if generator is None else generator.get_state()
+    return loader.iteration, getattr(sampler, "initial_seed", None), state
 
 
 class _Tracker(GeneralTracker):  # type: ignore[misc]
-    """Makes what `accelerator.log` is given the run's metrics; means over all ranks."""
+    """Makes what `accelerator.log` is given the run's metrics; it calls this on rank 0 alone."""
 
     name = "prefect_torch_ddp"
     requires_logging_directory = False
     main_process_only = False
 
-    def __init__(self, ctx: RankContext) -> None:
+    def __init__(self, ctx: RankContext, loop: Loop) -> None:
         super().__init__()
-        self._ctx = ctx
+        self._ctx, self._loop = ctx, loop
 
     @property
     def tracker(self) -> RankContext:
         return self._ctx
 
     def log(self, values: dict[str, Any], step: Any = None, **_: Any) -> None:  # noqa: ARG002
-        self._ctx.report(**values)
+        if not self._loop.is_behind:  # it is on record, from the weights of that time
+            self._ctx.report(**values)

@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,9 @@ def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> s
     loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     loop = attach(accelerator)
-    for (batch,) in loop.batches(loader, epochs=3):
+    calls = chosen.get("calls", 1)
+    batches = (loop.batches(loader, epochs=3 // calls) for _ in range(calls))
+    for (batch,) in chain.from_iterable(batches):
         die_once(Path(folder), loop.step + 1, die_at)
         if loop.step + 1 == chosen.get("stop_at"):
             ctx.request_stop("the test asks for it")
