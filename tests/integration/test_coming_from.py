@@ -108,7 +108,7 @@ def test_a_program_runs_unchanged_and_as_the_page_changes_it(
     assert runs["state"].tolist() == ["completed"]
     if page in TRAINERS:
         metrics = read_metrics(storage, runs["run_id"][0])
-        assert metrics["step"].max() in {47, 48}, "Accelerate counts its own from 0"
+        assert metrics["step"].max() == 48
         assert metrics["loss"].notna().sum() > 0
 
 

@@ -34,6 +34,7 @@ MORE = pytest.mark.more
         pytest.param({"seedable": True}, 9, 15, id="seedable sampler", marks=MORE),
         pytest.param({"accumulate": 2}, 5, 9, id="accumulation", marks=MORE),
         pytest.param({}, 11, 15, id="first step of an epoch", marks=MORE),
+        pytest.param({"calls": 3}, 9, 15, id="a call an epoch", marks=MORE),
     ],
 )
 def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
@@ -67,8 +68,13 @@ def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
     storage = DirectoryStorage(tmp_path / "killed")
     names = {Path(item.path).name for item in list_manifests(storage, "run")[-1].objects}
     assert {"model.safetensors", "optimizer.bin", "loop-0.pt", "loop-1.pt"} <= names
-    metrics = read_metrics(storage, "run")
-    assert metrics["loss"].notna().sum() >= last
+    metrics, expected = (
+        read_metrics(DirectoryStorage(tmp_path / name), "run")[["step", "epoch", "rank", "loss"]]
+        for name in ("killed", "straight")
+    )
+    assert metrics.equals(expected)
+    assert sorted(set(metrics["step"])) == [*range(1, last + 1)]
+    assert len(metrics) == 15, "Accelerate logs each batch on rank 0 alone"
 
 
 class Endless(IterableDataset[int]):
