@@ -111,9 +111,7 @@ class CheckpointNumbers:
 
         The number of the next checkpoint, and the step.
         """
-        own = self.own_progress
-        step = self.progress.step if own is None else own.step
-        return self.current + self.is_saved, step
+        return self.current + self.is_saved, self.done[0]
 
     def stored(self) -> dict[str, Any]:
         """Return what a manifest holds as its position."""

@@ -71,8 +71,7 @@ class NewestMetrics:
         if not value > self._best:  # nor if it is a nan
             return
         self._best = value
-        own, current = self._numbers.own_progress, self._numbers.current
-        now = self._numbers.progress.step if own is None else own.step
+        now, current = self._numbers.done[0], self._numbers.current
         # A baseline of untrained weights is left out: nobody wants those.
         is_late = 0 < step < now or (now == 0 and number < current)
         if is_late and not self._has_warned:

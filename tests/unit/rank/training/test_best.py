@@ -160,6 +160,25 @@ def test_the_last_validation_has_a_checkpoint(
     assert caplog.messages == []
 
 
+def test_a_validation_in_an_own_loop_is_late_only_if_steps_come_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A commit of the step that was validated warns of nothing; one of a later step names both."""
+    policy = CheckpointParams(every_s=None, best_metric="val_accuracy")
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        for step in range(1, 7):
+            ctx.progress(step)
+            if step in {2, 5}:
+                ctx.report(val_accuracy=step / 10)
+            if step in {2, 6}:
+                folder = ctx.checkpoint_folder / f"step-{step}"
+                folder.mkdir()
+                (folder / "state").write_text(str(step))
+                ctx.commit(folder, step=step)
+    texts = re.findall(r"val_accuracy was reported in step \d+, but [^:]*", caplog.text)
+    assert texts == [LATE.format(5, 6)]
+
+
 def test_only_a_best_value_is_said_to_be_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
