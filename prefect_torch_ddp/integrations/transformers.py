@@ -33,6 +33,8 @@ def attach(trainer: Trainer) -> str | None:
         "load_best_model_at_end, whose checkpoint may be on another host": (
             args.load_best_model_at_end
         ),
+        "save_strategy='best', which skips checkpoints that are due; set it to 'no', and "
+        "CheckpointParams(best_metric=...)": args.save_strategy == "best",
         "save_only_model, without which there is no optimizer to resume": args.save_only_model,
         "FSDP and DeepSpeed, whose files are each rank's": (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -48,20 +50,36 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
-        self._asked_at = 0  # the newest step at which only all ranks' agreement asked for a save
+        self._keeps_best = ctx.config.checkpoint.best_metric is not None
+        self._asked_at = 0  # the newest step at which the Trainer itself asked for no save
+        self._saved_at = 0
+        self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
         self._ours: Path | None = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        self._saved_at = state.global_step
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         step, epoch = state.global_step, state.epoch or 0.0
         ends_epoch = int(epoch) if epoch and float(epoch).is_integer() else None
         self._ctx.progress(step, state.max_steps, epoch=ends_epoch or int(epoch) + 1)
         due = self._ctx.due(step, ends_epoch=ends_epoch)
         control.should_training_stop |= due.stop
-        # What on_epoch_end saves too would be written over while it is read.
-        is_saved_later = ends_epoch is not None and args.save_strategy == "epoch"
-        if due.save and not (control.should_save or is_saved_later):
+        if not control.should_save:
             self._asked_at = step
-            control.should_save = True
+        control.should_save |= due.save or (self._keeps_best and control.should_evaluate)
+        # on_epoch_end comes next and may evaluate. One save after that has the values, while
+        # a second save of the step would write over the files of the first as they are read.
+        if ends_epoch is not None or step >= state.max_steps:
+            self._is_left, control.should_save = control.should_save, False
+
+    def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_save:
+            self._asked_at = 0
+        is_evaluated = self._keeps_best and control.should_evaluate
+        control.should_save |= self._is_left or is_evaluated or control.should_training_stop
+        control.should_save &= self._saved_at != state.global_step
+        self._is_left = False
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
@@ -80,4 +98,5 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         if self._ours is not None and self._ctx.local_rank == 0:
             # All ranks have committed it: a step that sums their gradients came after it.
             shutil.rmtree(self._ours, ignore_errors=True)
+        self._saved_at = state.global_step
         self._ours = folder if self._asked_at == state.global_step else None

@@ -59,8 +59,19 @@ def die_once(marks: Path, step: int, at: DieAt, rank: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def transformers(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
-    """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights."""
+def transformers(
+    ctx: RankContext,
+    folder: str,
+    die_at: DieAt,
+    *,
+    stop_at: int | None = None,
+    cuda: bool = False,
+    **options: Any,
+) -> str:
+    """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights.
+
+    The options are those of its TrainingArguments that aren't as in other tests.
+    """
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -77,24 +88,28 @@ def transformers(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) ->
 
         def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             die_once(Path(folder), state.global_step + 1, die_at)
-            if state.global_step == chosen.get("stop_at"):
+            if state.global_step == stop_at:
                 ctx.request_stop("the test asks for it")
 
     set_seed(7)
     config = GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)
-    args = TrainingArguments(
-        output_dir=str(Path(folder) / "out"),
-        num_train_epochs=3,
-        per_device_train_batch_size=4,
-        logging_steps=2,
-        save_strategy=chosen.get("save_strategy", "no"),
-        use_cpu=not chosen.get("cuda"),
-        disable_tqdm=True,
-        report_to=[],
-        seed=7,
-    )
+    usual: dict[str, Any] = {
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "use_cpu": not cuda,
+        "disable_tqdm": True,
+        "report_to": [],
+        "seed": 7,
+    }
+    args = TrainingArguments(str(Path(folder) / "out"), **usual | options)
     trainer = Trainer(
-        model=GPT2LMHeadModel(config), args=args, train_dataset=Texts(), callbacks=[Killer()]
+        model=GPT2LMHeadModel(config),
+        args=args,
+        train_dataset=Texts(),
+        eval_dataset=Texts(),
+        callbacks=[Killer()],
     )
     trainer.train(resume_from_checkpoint=attach(trainer))
     return f"{trainer.state.global_step} {digest_of(trainer.model)}"

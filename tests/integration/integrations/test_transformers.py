@@ -1,6 +1,9 @@
 """Transformers' Trainer is killed on real ranks and ends with the undisturbed bits."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import LocalCluster
@@ -43,12 +46,12 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
     runs = list_runs(storage)
     assert (runs["state"].tolist(), runs["attempts"].tolist()) == (["completed"], [2])
     run_id = runs["run_id"][0]
-    assert [each.step for each in list_manifests(storage, run_id)] == [8, 12]
+    assert [each.step for each in list_manifests(storage, run_id)] == [12, 15]
     metrics = read_metrics(storage, run_id)
     assert metrics["step"].max() == 15
     assert metrics["loss"].notna().sum() >= 7
     left = {path.name for path in (killed / "out").iterdir()}
-    assert left == {"checkpoint-4", "checkpoint-12"}, "the newest one of each attempt"
+    assert left == {"checkpoint-4", "checkpoint-15"}, "the newest one of each attempt"
 
 
 @pytest.mark.more
@@ -64,25 +67,71 @@ def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     assert own | {f"checkpoint-6/{name}" for name in rest} <= paths
 
 
+@pytest.mark.parametrize(
+    ("every_steps", "options", "expected"),
+    [
+        (None, {"save_strategy": "epoch", "stop_at": 5}, [5, 6]),
+        (4, {"save_strategy": "epoch", "max_steps": 8}, [5, 8]),
+        pytest.param(5, {"max_steps": 13}, [10, 13], marks=pytest.mark.more),
+        pytest.param(None, {"save_strategy": "steps"}, [15], marks=pytest.mark.more),
+    ],
+    ids=["stopped", "due at the last step", "the last step", "the Trainer's own"],
+)
+def test_each_step_is_committed_once_and_the_last_one_too(
+    tmp_path: Path, every_steps: int | None, options: dict[str, Any], expected: list[int]
+) -> None:
+    """Also if an epoch, of five steps, ends early, after which the Trainer saves again."""
+    fn = partial(trainers.transformers, **options)
+    train_on(2, config_for(tmp_path, every_steps), fn, str(tmp_path), None)
+    storage = DirectoryStorage(tmp_path)
+    assert [each.step for each in list_manifests(storage, "run")] == expected
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [({"eval_strategy": "epoch"}, [5, 7]), ({"eval_steps": 3}, [3, 6, 7])],
+    ids=["epochs", "steps"],
+)
+def test_what_a_trainer_evaluates_is_committed_with_its_value(
+    tmp_path: Path, when: dict[str, Any], expected: list[int]
+) -> None:
+    """With a best metric every evaluation has a checkpoint, the one in the last step too."""
+    policy = CheckpointParams(every_s=None, keep_last=9, best_metric="eval_loss", best_mode="min")
+    config = replace(config_for(tmp_path), checkpoint=policy)
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "max_steps": 7, **when}
+    train_on(2, config, partial(trainers.transformers, **options), str(tmp_path), None)
+    storage = DirectoryStorage(tmp_path)
+    losses = read_metrics(storage, "run").set_index("step")["eval_loss"].dropna()
+    committed = {each.step: each.metrics["eval_loss"] for each in list_manifests(storage, "run")}
+    assert committed == losses.to_dict()
+    assert list(committed) == expected
+
+
 @pytest.mark.more
 def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
     """The error names each option that is set, on every rank, before the first step."""
     best: dict[str, object] = {"load_best_model_at_end": True, "save_strategy": "no"}
     only_model: dict[str, object] = {"save_only_model": True}
+    only_best = {"save_strategy": "best", "metric_for_best_model": "eval_loss"}
     # Without use_cpu, a Trainer that finds no GPU takes itself for the only process. FSDP isn't
     # here: on CPUs Accelerate ignores it.
-    asked = [best, only_model, best | only_model, {}, {"use_cpu": False}]
+    asked = [best, only_model, best | only_model, only_best, {}, {"use_cpu": False}]
     options = [{"use_cpu": True, **option} for option in asked]
     folder = str(tmp_path / "out")
     values = train_on(2, config_for(tmp_path), trainers.refused_transformers, folder, options)
     beginning = "attach can't keep this training right: it uses "
     why_best = "load_best_model_at_end, whose checkpoint may be on another host"
     why_only_model = "save_only_model, without which there is no optimizer to resume"
+    why_only_best = (
+        "save_strategy='best', which skips checkpoints that are due; set it to 'no', and "
+        "CheckpointParams(best_metric=...)"
+    )
     for rank, said in enumerate(values):
         assert said == [
             f"{beginning}{why_best}",
             f"{beginning}{why_only_model}",
             f"{beginning}{why_best}; {why_only_model}",
+            f"{beginning}{why_only_best}",
             "attached",
             f"{beginning}rank 0 of 1 where it is {rank} of 2; without GPUs set use_cpu=True",
         ]
