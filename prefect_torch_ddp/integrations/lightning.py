@@ -64,18 +64,30 @@ class _Callback(Checkpoint):  # type: ignore[misc]
     """Saves and stops when all ranks are to. A `Checkpoint`, so it comes after other callbacks."""
 
     def __init__(self, ctx: RankContext) -> None:
-        self._ctx, self._step, self._save_at_end = ctx, 0, False
+        self._ctx = ctx
+        self._keeps_best = ctx.config.checkpoint.best_metric is not None
+        self._step = 0  # batches after which an optimizer had made steps, over all attempts
+        self._global_step = 0  # Lightning's, which with several optimizers counts each one's
+        self._has_stepped = False
+        self._wants_save, self._saved_at = False, 0
         self._file = f"generators-{ctx.rank}.pt"
         self._begun: Any = None  # the generators from which this epoch's order was drawn
         found = None if ctx.committed is None else ctx.committed / self._file
         self._kept = torch.load(found) if found is not None and found.exists() else None
         self._own_sigterm = signal.getsignal(signal.SIGTERM)
 
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._step = state_dict["step"]
+
     def on_train_start(self, trainer: Trainer, _module: Any) -> None:
         # Lightning's handler broadcasts, which hangs if not all ranks get the signal.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._own_sigterm)
-        self._step = trainer.global_step
+        self._global_step = trainer.global_step
+        self._step = self._saved_at = self._step or self._global_step
         if self._kept is None:
             return
         loop, is_within = trainer.fit_loop, trainer.fit_loop.restarted_mid_epoch
@@ -103,33 +115,56 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._kept = None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:
+        self._has_stepped = trainer.global_step != self._global_step
+        if not self._has_stepped:
             return  # gradients are being accumulated
-        self._step, epoch = trainer.global_step, trainer.current_epoch + 1
+        self._global_step, self._step = trainer.global_step, self._step + 1
         self._show(trainer)
-        due = self._ctx.due(self._step, ends_epoch=epoch if trainer.is_last_batch else None)
+        ends_epoch = trainer.current_epoch + 1 if trainer.is_last_batch else None
+        due = self._ctx.due(self._step, ends_epoch=ends_epoch)
+        # Asked before a stop, which has it validate too: no undisturbed run does that.
+        is_validated = _is_validated(trainer)
         trainer.should_stop |= due.stop
-        self._save_at_end = due.save and trainer.is_last_batch
-        if due.save and not trainer.is_last_batch:
-            self._save(trainer)
+        self._wants_save |= due.save or 0 <= trainer.max_steps <= self._global_step
+        # Who resumes from before a validation doesn't repeat it.
+        if not (is_validated or trainer.is_last_batch):
+            self._save_if_wanted(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             self._show(trainer)
 
+    def on_validation_end(self, trainer: Trainer, _module: Any) -> None:
+        if trainer.sanity_checking or not self._has_stepped:
+            return
+        self._wants_save |= self._keeps_best or trainer.should_stop
+        if not trainer.is_last_batch:
+            self._save_if_wanted(trainer)
+
     def on_train_epoch_end(self, trainer: Trainer, _module: Any) -> None:
-        if self._save_at_end:
-            self._save_at_end = False
-            self._save(trainer)
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs
+        self._wants_save |= is_last or trainer.should_stop
+        self._save_if_wanted(trainer)
 
     def _show(self, trainer: Trainer) -> None:
         total, epoch = trainer.estimated_stepping_batches, trainer.current_epoch + 1
         self._ctx.progress(self._step, int(total) if total < float("inf") else None, epoch=epoch)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save_if_wanted(self, trainer: Trainer) -> None:
+        if not (self._wants_save and self._has_stepped and self._step > self._saved_at):
+            return
+        self._wants_save, self._saved_at = False, self._step
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
         torch.save({"begun": self._begun, "now": capture_generators()}, folder / self._file)
         self._ctx.commit(folder, step=self._step)
         shutil.rmtree(folder)
+
+
+def _is_validated(trainer: Trainer) -> bool:
+    """Return whether a validation follows this batch; False if clocks decide, each rank's own."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return False
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # noqa: SLF001

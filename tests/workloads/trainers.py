@@ -141,8 +141,49 @@ def refused_transformers(
     return said
 
 
+def with_two_optimizers(net: Any, folder: str, die_at: DieAt) -> type:
+    """Return a net's class whose training, by hand, makes a step of each of two optimizers."""
+
+    class TwoOptimizers(net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, _index: int) -> None:
+            die_once(Path(folder), self.global_step // 2 + 1, die_at)
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss_of(batch))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(self.layers[at].parameters(), 0.01) for at in (0, 2)]
+
+    return TwoOptimizers
+
+
+def validation_counter() -> Any:
+    """Return a callback of Lightning's that counts validations over all attempts."""
+    import pytorch_lightning as pl
+
+    class Counter(pl.Callback):
+        num_validations = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"validations": self.num_validations}
+
+        def load_state_dict(self, state_dict: dict[str, int]) -> None:
+            self.num_validations = state_dict["validations"]
+
+        def on_validation_end(self, trainer: pl.Trainer, _module: Any) -> None:
+            self.num_validations += not trainer.sanity_checking
+
+    return Counter()
+
+
 def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
-    """Train a net with dropout by Lightning's Trainer; return the digest of its weights."""
+    """Train a net with dropout by Lightning's Trainer; return the digest of its weights, and the
+    number of validations."""
     import pytorch_lightning as pl
 
     from prefect_torch_ddp.integrations.lightning import attach
@@ -158,6 +199,9 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
             die_once(Path(folder), self.global_step + 1, die_at)
             if self.global_step + 1 == chosen.get("stop_at"):
                 ctx.request_stop("the test asks for it")
+            return self.loss_of(batch)
+
+        def loss_of(self, batch: Any) -> torch.Tensor:
             loss = self.layers(batch["input_ids"] / 50).square().mean()
             self.log("loss", loss)
             return loss
@@ -174,8 +218,9 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
             return [optimizer], [{"scheduler": schedule, "interval": chosen.get("each", "epoch")}]
 
     pl.seed_everything(7)
+    counter = validation_counter()
     data = torch.utils.data.DataLoader(Texts(), batch_size=4, shuffle=True)
-    model = Net()
+    model = (with_two_optimizers(Net, folder, die_at) if chosen.get("two_optimizers") else Net)()
     trainer = pl.Trainer(
         accelerator="gpu" if chosen.get("cuda") else "cpu",
         strategy="ddp",
@@ -184,6 +229,8 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
         max_epochs=chosen.get("max_epochs", 3),
         max_steps=chosen.get("max_steps", -1),
         accumulate_grad_batches=chosen.get("accumulate", 1),
+        val_check_interval=chosen.get("val_check_interval"),
+        callbacks=[counter],
         log_every_n_steps=2,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -192,7 +239,7 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
         default_root_dir=folder,
     )
     trainer.fit(model, data, ckpt_path=attach(trainer))
-    return f"{trainer.global_step} {digest_of(model)}"
+    return f"{trainer.global_step} {digest_of(model)} {counter.num_validations}"
 
 
 def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:

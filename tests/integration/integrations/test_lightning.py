@@ -1,5 +1,6 @@
 """Lightning's Trainer is killed on real ranks and ends with the undisturbed bits."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prefect_torch_ddp import (
     CheckpointParams,
     InvalidParamsError,
     RankContext,
+    RankFailedError,
     ddp_task,
     list_runs,
     read_metrics,
@@ -93,6 +95,48 @@ def test_a_lightning_trainer_stops_at_a_step_and_continues(
         names = {Path(item.path).name for item in newest.objects}
         assert {"trainer.ckpt", "generators-0.pt", "generators-1.pt"} <= names
         assert train(stopped, plain) == train(straight, plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"two_optimizers": True}, {"val_check_interval": 2}],
+    ids=["two optimizers", "validated in the epoch"],
+)
+def test_a_lightning_trainer_continues_from_where_its_optimizers_have_stepped(
+    tmp_path: Path, dask_cluster: LocalCluster, options: dict[str, object]
+) -> None:
+    """A step is a batch, however many optimizers there are; its validation isn't lost."""
+    fn = partial(trainers.lightning, **options)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    storage = DirectoryStorage(killed)
+    with Client(dask_cluster) as client:
+
+        def train(folder: Path, die_at: int | None = None) -> list[str]:
+            call = config_for(folder, 4), fn, (str(folder), die_at)
+            return run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+
+        with pytest.raises(RankFailedError, match="was killed by SIGKILL"):
+            train(killed, 7)
+        assert [each.step for each in list_manifests(storage, "run")] == [4]
+        assert train(killed) == train(straight)
+    assert [each.step for each in list_manifests(storage, "run")] == [12, 15]
+
+
+def test_what_lightning_validates_is_committed_with_its_value(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """With a best metric every validation has a checkpoint. The last step has one too."""
+    policy = CheckpointParams(every_s=None, keep_last=9, best_metric="val_loss", best_mode="min")
+    config = replace(config_for(tmp_path), checkpoint=policy)
+    fn = partial(trainers.lightning, val_check_interval=2)
+    with Client(dask_cluster) as client:
+        call = config, fn, (str(tmp_path), None)
+        run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+    storage = DirectoryStorage(tmp_path)
+    losses = read_metrics(storage, "run").set_index("step")["val_loss"].dropna()
+    committed = {each.step: each.metrics["val_loss"] for each in list_manifests(storage, "run")}
+    assert list(committed) == [2, 4, 7, 9, 12, 14, 15]
+    assert committed == losses.to_dict() | {15: committed[14]}
 
 
 @pytest.mark.more
