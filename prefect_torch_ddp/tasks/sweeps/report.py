@@ -98,7 +98,7 @@ def sweep_report(
 
 def _score(record: RunRecord, metric: str, mode: str) -> float:
     """Return what a run is compared by; the worst value of all if it has none."""
-    is_kept_by = record.best_metric == metric
+    is_kept_by = (record.best_metric, record.best_mode) == (metric, mode)
     value = record.best_value if is_kept_by else record.metrics.get(metric)
     if record.state == "completed" and value is not None and math.isfinite(value):
         return value

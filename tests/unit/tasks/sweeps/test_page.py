@@ -3,9 +3,12 @@
 import base64
 import re
 
+import pytest
+
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.plot import COLOURS, PALE
 from prefect_torch_ddp.tasks.sweeps.page import MAX_ROWS, Trial, best_of, render_sweep
+from prefect_torch_ddp.tasks.sweeps.report import _score
 from tests.support.pages import HOSTILE, RECORD
 
 
@@ -80,3 +83,13 @@ def test_two_calls_that_were_given_the_same_have_a_curve_each() -> None:
     for picture in pictures(render_sweep("fit", trials, "rmse", Links())):
         assert all(label in picture for label in ("lr 1", "fit-2", "lr 2"))
     assert best_of(trials, "rmse") == "Best: rmse 0.1 with lr 1"
+
+
+@pytest.mark.parametrize(("best_mode", "expected"), [("min", 0.25), ("max", 0.5)])
+def test_a_best_value_counts_only_if_it_is_the_best_in_the_sweeps_sense(
+    best_mode: str, expected: float
+) -> None:
+    """The largest loss of a call, by which its checkpoints were ranked, isn't its best one."""
+    ranked = {"state": "completed", "best_metric": "loss", "best_mode": best_mode}
+    record = RECORD.model_copy(update={**ranked, "best_value": 0.25, "metrics": {"loss": 0.5}})
+    assert _score(record, "loss", "min") == expected
