@@ -343,7 +343,7 @@ class ContextParams(GangParams):
     """Largest number of ranks that the training may ever have, for determinism elastic."""
     ledger: bool = False
     """Whether to record the samples that each step trains on. `read_ledger` checks the record, and
-    the report says whether each sample was used once."""
+    the report, of a ddp_task its log, says whether each sample was used once."""
     trackers: Annotated[
         Sequence[TrackerName], AfterValidator(lambda given: tuple(dict.fromkeys(given)))
     ] = ()

@@ -9,16 +9,14 @@ from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
-    LedgerReport,
     Report,
     TrainingSummary,
     TrainReport,
 )
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, put_page, put_runs, ui_url
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.report_file import ReportFile
@@ -55,7 +53,7 @@ def publish(
         epochs=stored.epochs,
         evaluation=evaluation,
         checkpoint=checkpoint,
-        ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
+        ledger=checked_ledger(storage, training.run_id) if params.ledger else None,
     )
     record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
     if record is None:
@@ -73,13 +71,3 @@ def publish(
         logger.warning("the report could not be written to %s: %s", file.uri, trouble)
         return report
     return report.model_copy(update={"report_uri": file.uri})
-
-
-def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
-    ledger = read_ledger(storage, run_id)
-    if ledger.is_clean:
-        words = "the ledger of %d epochs is clean: each sample that was due was trained on once"
-        get_run_logger().info(words, len(ledger.epochs))
-    else:
-        get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
-    return ledger

@@ -21,6 +21,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
+from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
@@ -120,6 +121,8 @@ def train(
         **params.options_of_gang(),
     ) as values:
         recorder.returned(values[0])
+    if params.ledger:
+        checked_ledger(storage, run_id)
     return values[0]
 
 

@@ -622,14 +622,15 @@ def test_a_new_run_begins_from_another_with_its_ledger(
     later: Any = train.with_options(name="later")
 
     @flow(task_runner=on(dask_cluster))
-    def trains() -> list[dict[str, Any]]:
+    def trains() -> tuple[str | None, list[dict[str, Any]]]:
         begun = train(None, epochs=1)
         at_3 = f"{tmp_path}/runs/{begun['run_id']}/checkpoints/step-00000003"
         whole = train.with_options(ledger=False, seed=5)(None)  # type: ignore[call-arg]
         resumed = [later.with_options(resume_from=each) for each in (begun["run_id"], at_3)]
-        return [begun, whole, *(each.submit(None).result() for each in resumed)]
+        found = [begun, whole, *(each.submit(None).result() for each in resumed)]
+        return flow_run.id, found
 
-    begun, undisturbed, *resumed = trains()
+    flow_run_id, (begun, undisturbed, *resumed) = trains()
     epochs = [(2, 0, 24)], [(1, 12, 12), (2, 0, 24)]
     for value, first, expected in zip(resumed, (7, 4), epochs, strict=True):
         assert value["made"] == list(range(first, 13))
@@ -640,6 +641,13 @@ def test_a_new_run_begins_from_another_with_its_ledger(
         assert found == expected
     assert read_ledger(tmp_path, begun["run_id"]).is_clean
     assert read_ledger(tmp_path, undisturbed["run_id"]).epochs == ()
+
+    def said() -> list[str]:
+        lines = lines_with("the ledger of ", flow_run_id)
+        return sorted(line.message.partition(":")[0] for line in lines)
+
+    of_one, of_two = (f"the ledger of {num} epochs is clean" for num in (1, 2))
+    wait_until(lambda: said() == [of_one, of_one, of_two])
 
 
 def wait_or_fail(ctx: RankContext, folder: str, what: str) -> None:
