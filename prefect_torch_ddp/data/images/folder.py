@@ -295,7 +295,7 @@ def image_folder(
 
 def _check_names(dataset: ImageFolder, index: str | Path, where: str, *, chosen: bool) -> None:
     """Refuse a folder whose images changed: numbers, as of a split, would mean others of them."""
-    listed = {item.key for item in read_index(index, where)}
+    listed = {item.key for item in read_index(index, where, may_have_moved=True)}
     below = len(os.path.join(dataset.root, ""))  # noqa: PTH118 - of each image, where Path is slow
     here = {path[below:] for path, _ in dataset.samples}
     images = {key for key in listed if "/" in key and key.lower().endswith(EXTENSIONS)}

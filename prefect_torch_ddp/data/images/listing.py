@@ -107,8 +107,12 @@ def write_index(source: Readable, folder: str | Path) -> int:
         return write_rows(file, IMAGE_INDEX.stamp({"uri": source.uri}), COLUMNS, rows)
 
 
-def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
+def read_index(
+    path: str | Path, uri: str, *, may_have_moved: bool = False
+) -> Iterator[ListedObject]:
     """Yield what an index lists below a URI, of the dataset or a folder in it.
+
+    A dataset that may have moved, as a directory may, can be at another URI than its index says.
 
     Raises:
         InvalidParamsError: there is no such index, or it is another dataset's; or, at its end:
@@ -120,14 +124,16 @@ def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
     if not file.is_file():
         msg = f"there is no index {file}: write it by write_index(ctx.source, ctx.data) in prepare"
         raise InvalidParamsError(msg)
-    return _read(file, uri.rstrip("/"))
+    return _read(file, uri.rstrip("/"), may_have_moved=may_have_moved)
 
 
-def _read(path: Path, uri: str) -> Iterator[ListedObject]:
+def _read(path: Path, uri: str, *, may_have_moved: bool) -> Iterator[ListedObject]:
     try:
         with path.open("rb") as file:
             rows = read_rows(file, COLUMNS)
-            below = _below(IMAGE_INDEX.check(next(rows), str(path)), uri, path)
+            root = IMAGE_INDEX.check(next(rows), str(path))["uri"].rstrip("/")
+            has_moved = may_have_moved and not f"{uri}/".startswith(f"{root}/")
+            below = "" if has_moved else _below(root, uri, path)
             for key, num_bytes, etag in rows:
                 if key.startswith(below):
                     yield ListedObject(key[len(below) :], num_bytes, etag)
@@ -138,9 +144,8 @@ def _read(path: Path, uri: str) -> Iterator[ListedObject]:
         raise InvalidParamsError(msg) from error
 
 
-def _below(head: dict[str, Any], uri: str, path: Path) -> str:
+def _below(root: str, uri: str, path: Path) -> str:
     """Return the folder of the indexed dataset that a URI names: empty, or with a slash."""
-    root = head["uri"].rstrip("/")
     if not f"{uri}/".startswith(f"{root}/"):
         msg = f"the index {path} lists {root}, and the dataset is {uri}: give the index of that one"
         raise InvalidParamsError(msg)
