@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.compact_rows import Columns, encoded, read_rows, write_rows
