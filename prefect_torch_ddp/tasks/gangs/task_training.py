@@ -178,7 +178,9 @@ def task_run_id(context: TaskRunContext, params: TaskParams, code: TaskCode, cal
         return run_id_of(context.task.name, context.task_run.id)
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    where = str(context.task_run.flow_run_id), context.task.name, code.module, code.script_args
+    # Not a function's module: a retried flow may have loaded its file under another name.
+    script = () if code.script_args is None else (code.module, code.script_args)
+    where = (str(context.task_run.flow_run_id), context.task.name, *script)
     digest = value_digest(
         (where, params.run_key, params.resume_from, chosen, tuple(call.args), dict(call.kwargs))
     )
