@@ -59,6 +59,7 @@ def absolute_reference(reference: str) -> str:
 
 
 def _is_block(reference: str) -> bool:
+    """Tell a block from a path or a URI; refuse what is nearly one."""
     kind, slash, name = reference.partition("/")
     if not slash or kind.lower() not in {*_KINDS, *_OTHER_KINDS}:
         return False

@@ -128,9 +128,9 @@ def _write_json(records: Records, folder: Path) -> None:
     ranks = records.rows["rank"]
     order = np.lexsort((records.rows["attempt"], records.rows["step"]))
     there = np.unique(ranks).tolist()
-    for path in folder.glob("rank-*.jsonl"):  # of a rank whose steps don't count any longer
-        if path.name not in map(_name, there):
-            path.unlink()
+    # Of a rank whose steps don't count any longer.
+    for path in {*folder.glob("rank-*.jsonl")} - {folder / _name(rank) for rank in there}:
+        path.unlink()
     for rank in there:
         mine = order[ranks[order] == rank].tolist()
         content = b"".join(

@@ -71,7 +71,9 @@ def _latest(
         if began_from == "best":
             return _best(own, earlier, params)
         if isinstance(began_from, str) and began_from != "latest":
-            return parse_resume_from(began_from, own, resolve_storage)
+            point = parse_resume_from(began_from, own, resolve_storage)
+            point.find()  # it may have been deleted meanwhile
+            return point
     return None
 
 
