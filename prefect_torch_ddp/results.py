@@ -183,7 +183,9 @@ class EpochRow(Result):
     epoch: int
     """Counts from 1."""
     num_steps: int
+    """Of which a rank reported something: a tenth of them if it does so in each tenth."""
     num_samples: int
+    """Of the steps that were reported, on all ranks."""
     metrics: dict[str, float]
 
 

@@ -107,6 +107,8 @@ class Curves:
     """The newest attempt, the last step that a rank of it recorded, and that one's epoch."""
     read_epoch: tuple[int, int] = (0, 0)
     """The newest attempt, and its newest epoch of which all records are here; 0 without any."""
+    steps_per_point: int = 1
+    """How many steps a point of `values` may be the mean of."""
 
 
 class MetricCurves:
@@ -177,7 +179,16 @@ class MetricCurves:
         newest = max(attempts, default=0)
         read_epoch = newest, attempts[newest].num_read_epochs() if attempts else 0
         position = newest, *(attempts[newest].position() if attempts else (0, 0))
-        return Curves(values, epoch_ends, resumes, num_holes, last_values, position, read_epoch)
+        return Curves(
+            values,
+            epoch_ends,
+            resumes,
+            num_holes,
+            last_values,
+            position,
+            read_epoch,
+            steps_per_point=self._width,
+        )
 
     def _last(self, superseded: Mapping[int, float]) -> dict[str, float]:
         """Return the last value of each metric, without what a newer attempt took back."""

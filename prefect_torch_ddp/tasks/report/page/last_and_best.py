@@ -19,7 +19,9 @@ def best(view: RunView) -> str:
     if better is None or not (curve := view.curves.values.get(name)):
         return ""
     step, value = (max if better == "max" else min)(curve, key=lambda point: point[1])
-    return f"Best {short(name)}: {number(value)} at step {count(round(step))}"
+    of = view.curves.steps_per_point
+    mean = f", as a mean over up to {of} steps" if of > 1 else ""
+    return f"Best {short(name)}: {number(value)} at step {count(round(step))}{mean}"
 
 
 def comparison(view: RunView) -> str:

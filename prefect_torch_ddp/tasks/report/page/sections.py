@@ -150,10 +150,12 @@ def _metrics(view: RunView) -> str:
             of = [f"{number(value)} (step {count(round(step))})" for step, value in (low, high)]
             cells = [cells[0] or number(curve[-1][1]), *of]
         rows.append([short(name), *cells])
-    num_left_out = len(names) - len(rows)
-    ending = f"\n\n{num_left_out} more metrics are left out." if num_left_out else ""
+    num_left_out, mean_of = len(names) - len(rows), view.curves.steps_per_point
+    endings = [f"{num_left_out} more metrics are left out."] if num_left_out else []
+    if mean_of > 1:  # a step's own value, which a mean hides, may be lower or higher
+        endings.append(f"Lowest and highest are of means over {mean_of} steps, as the curves are.")
     header = ["metric", "last", "lowest", "highest"]
-    return table(header, rows) + ending if rows else ""
+    return "\n\n".join([table(header, rows), *endings]) if rows else ""
 
 
 def _params(view: RunView) -> str:

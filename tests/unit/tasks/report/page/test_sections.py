@@ -10,7 +10,7 @@ import pytest
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, EpochRow, Report
-from prefect_torch_ddp.tasks.report.curves import Curves
+from prefect_torch_ddp.tasks.report.curves import MAX_BINS, Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.page.checkpoints import (
     KeptCheckpoint,
@@ -34,6 +34,8 @@ from tests.support.pages import (
     tables,
     without_code,
 )
+from tests.support.records import columns
+from tests.support.records import record as a_record
 
 GREEDY = "http://evil.example/a?b=1 https://x.y www.evil.example me@evil.example ![i](//evil/i.png)"
 LINKS = re.compile(r"https?://|www\.|\w@\w|mailto:\w|!\[|\]\(", re.IGNORECASE)
@@ -198,6 +200,18 @@ def test_the_best_value_and_the_last_run_are_compared(values, changes, says: str
     assert [line for line in page.splitlines() if line.startswith("Best ")] == [says] * bool(says)
     rows = [row for rows in tables(page) for row in rows if row[0].startswith("last:")]
     assert rows == ([["last: `old-1`", compared, "2026-11-21 03:00"]] if compared else [])
+
+
+def test_extremes_of_curves_that_are_means_say_so():
+    """Six thousand steps are points of four steps each, whose means lie within the extremes."""
+    record = RECORD.model_copy(update={"best_metric": "score"})
+    steps = [a_record(step, score=step % 2) for step in range(3 * MAX_BINS)]
+    page = page_of(record=record, curves=MetricCurves(columns(steps)).snapshot())
+    assert "Best score: 0.5 at step 2, as a mean over up to 4 steps" in page
+    assert "Lowest and highest are of means over 4 steps, as the curves are." in page
+    few = page_of(record=record, curves=MetricCurves(columns(steps[:99])).snapshot())
+    assert "Best score: 1 at step 1\n" in few
+    assert "means" not in few
 
 
 def test_a_finished_run_is_compared_with_the_last_and_the_best_by_its_evaluation():
