@@ -43,6 +43,8 @@ class Doctor:
     interface: str | None
     limit_s: float
     problems: list[str] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
+    """What wasn't tried, and why."""
 
     def cluster(self, client: Client) -> list[str]:
         """Check a cluster's versions, workers and network; return the workers that answer."""
@@ -135,7 +137,7 @@ class Doctor:
 
     def _gang(self, client: Client, workers: Sequence[WorkerIdentity]) -> None:
         if busy := [f"{each.address} ({each.occupant})" for each in workers if each.occupant]:
-            self.console.print(f"no gang was tried, since workers are busy: {', '.join(busy)}")
+            self.untried.append(f"a gang, since workers are busy: {', '.join(busy)}")
             return
         started_s = time.monotonic()
         try:
@@ -157,7 +159,7 @@ class Doctor:
         self.console.print(f"{words}, with {', '.join(devices)}")
 
     def storage(self, storage: Storage, client: Client | None, workers: Sequence[str]) -> None:
-        """Check a storage: its conditional writes, its speed, and whether workers can read it.
+        """Check a storage: its conditional writes, its speed, and whether workers can use it.
 
         Raises:
             StorageError: the storage can't be used.
@@ -171,12 +173,8 @@ class Doctor:
         storage.read(key)
         read_s = time.monotonic()
         if client is not None and workers:
-            blind = client.run(on_worker.sees, storage, key, workers=list(workers))
-            self.problems += [
-                f"worker {worker} can't read what was written here to {storage.uri}: {why}"
-                for worker, why in blind.items()
-                if why
-            ]
+            found = client.run(on_worker.fails_to_use, storage, key, workers=list(workers))
+            self.problems += [f"worker {worker} {why}" for worker, why in found.items() if why]
         storage.delete(key)
         speeds = [TRIAL_BYTES / MIB / each for each in (written_s - started_s, read_s - written_s)]
         words = "the storage %s honours conditional writes; from here it writes %.0f and reads %.0f"
@@ -232,6 +230,9 @@ def examine(
         client, workers = None, list[str]()
         if params.cluster_class:
             doctor.problems += look_before_jobs(params, doctor.console)
+            doctor.untried.append(
+                "the workers, their network and a gang, since no job was submitted"
+            )
         else:
             try:
                 local = {"n_workers": 2, **params.cluster_kwargs}
@@ -255,8 +256,12 @@ def examine(
 
 
 def _verdict(doctor: Doctor) -> int:
+    if doctor.untried:
+        lines = [f"  {text}" for text in doctor.untried]
+        doctor.console.print("\n".join(["not tried:", *lines]), style="yellow", markup=False)
     if not (problems := doctor.problems):
-        doctor.console.print("nothing is wrong", style="green")
+        text = "nothing is wrong with what was tried" if doctor.untried else "nothing is wrong"
+        doctor.console.print(text, style="green")
         return 0
     many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"  {number}. {text}" for number, text in enumerate(problems, 1)]

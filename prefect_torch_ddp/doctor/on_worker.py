@@ -47,12 +47,21 @@ def look() -> WorkerFacts:
     )
 
 
-def sees(storage: Storage, key: str) -> str:
-    """Return why this process can't read an object that the doctor has written; empty if it can."""
+def fails_to_use(storage: Storage, key: str) -> str:
+    """Return why this process can't use the storage as ranks do; empty if it can.
+
+    Args:
+        storage: where ranks write checkpoints and records.
+        key: an object that the doctor has written.
+    """
     try:
         storage.read(key)
     except StorageError as error:
-        return str(error)
+        return f"can't read what was written here to {storage.uri}: {error}"
+    try:
+        storage.check_writable()
+    except StorageError as error:
+        return f"can't write to {storage.uri}: {error}"
     return ""
 
 

@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from distributed import Client
 from prefect_torch_ddp import VersionConflictError, run_gang
 from prefect_torch_ddp.doctor.on_worker import unreachable
 from tests.support.separate_cluster import separate_cluster
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 
 def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
@@ -82,6 +85,40 @@ def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
     assert "2 problems" in done.stdout
     assert "may open only 1024 files" in done.stdout
     assert "no prefect on tcp://127.0.0.1" in " ".join(done.stdout.split())
+
+
+def test_workers_that_cant_write_and_a_gang_that_was_not_tried(tmp_path: Path) -> None:
+    """Workers that can read the storage but not write it are named, and so is what isn't tried."""
+    began, enough = tmp_path / "began", tmp_path / "enough"
+
+    def wait() -> None:
+        began.touch()
+        while not enough.exists():
+            time.sleep(0.05)
+
+    with (
+        tempfile.TemporaryDirectory() as store,  # which everybody can get at, unlike tmp_path
+        separate_cluster(tmp_path / "cluster", 1) as running,
+        Client(running.address) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        Path(store).chmod(0o755)
+        busy = pool.submit(run_gang, client, wait, world_size=1, name="busy")
+        try:
+            wait_until(began.exists, what="a rank")
+            usual = doctor("--cluster", running.address, "--storage", store)
+            client.run(os.seteuid, 65534)
+            others = doctor("--cluster", running.address, "--storage", store)
+        finally:
+            client.run(os.seteuid, 0)
+            enough.touch()
+            busy.result(HANG_S)
+    for done in (usual, others):
+        assert "not tried: a gang, since workers are busy:" in " ".join(done.stdout.split())
+    assert usual.returncode == 0, usual.stdout + usual.stderr
+    assert "nothing is wrong with what was tried" in usual.stdout
+    assert others.returncode == 1
+    assert f"can't write to {store}: " in " ".join(others.stdout.split())
 
 
 def test_who_is_not_reached() -> None:
