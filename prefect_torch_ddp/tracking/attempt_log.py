@@ -40,8 +40,11 @@ class RunAttemptLog:
         Raises:
             SupersededError: the training was begun elsewhere meanwhile, since this task run counted
                 as lost.
+            NewerFormatError: a failure on record is of a newer format.
         """
         if self._own_attempt is None:
+            # All are read again once the training has ended, which is too late to refuse one.
+            read_failures(self.storage, self.run_id)
             self._own_attempt = claim_attempt(self.storage, self.run_id)
         else:
             self._own_attempt = claim_attempt_after(self.storage, self.run_id, self._own_attempt)

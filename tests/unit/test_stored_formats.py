@@ -27,7 +27,9 @@ from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.formats import FORMATS, STATISTICS, TENSORBOARD, WANDB
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from prefect_torch_ddp.tracking.finished import finished_training
 from prefect_torch_ddp.tracking.trackers.mlflow_models import read_card, tags_of
 from tests.data.make_storage import Images, train
@@ -207,6 +209,21 @@ def test_a_file_of_a_higher_format_is_refused_and_stays(
     else:
         assert one_more_epoch(storage) == 15
         assert storage.read(key) == newer
+
+
+def test_every_format_is_tried() -> None:
+    """Here, or by the tests of what writes it: this storage has no file of those three kinds."""
+    elsewhere = (STATISTICS, TENSORBOARD, WANDB)
+    assert len(KINDS) + len(elsewhere) == len(FORMATS)
+
+
+def test_a_newer_failure_ends_a_training_before_it_begins(storage: DirectoryStorage) -> None:
+    """Not when all steps are made, where failures are counted; no attempt is claimed."""
+    KINDS["failure"].change(storage, NEWER)
+    before = snapshot(storage)
+    with pytest.raises(NewerFormatError, match=r"failures/000001\.json is a .* of format 7"):
+        RunAttemptLog(storage, RUN_ID, knows_steps=True).begin()
+    assert snapshot(storage) == before
 
 
 def _fields_of(values: Any) -> Iterator[str]:

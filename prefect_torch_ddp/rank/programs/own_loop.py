@@ -7,6 +7,7 @@ from typing import NamedTuple
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saver import Saver
+from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.step_end import StepEnd
 
 
@@ -14,7 +15,8 @@ class Due(NamedTuple):
     """What all ranks are to do after a step; the same on each of them."""
 
     save: bool
-    """Whether to make a checkpoint now, by `ctx.commit`; always before a stop."""
+    """Whether to make a checkpoint now, by `ctx.commit`; before a stop always, but for a step that
+    has one."""
     stop: bool
     """Whether to leave the loop after that."""
 
@@ -52,11 +54,10 @@ class OwnLoop:
         if self._numbers.progress.has_stopped:
             return Due(save=False, stop=True)
         stop = self._stop or end.stop(step)
+        reason = partial(self._saver.due, moment=self._numbers.moment_after(step, ends_epoch))
         if stop is not None:
             end.heed(stop, step)
-            return Due(save=self._saver.is_open, stop=True)
-        moment = self._numbers.moment_after(step, ends_epoch)
-        reason = partial(self._saver.due, moment=moment)
+            return Due(save=reason(Reason.STOP) is not None, stop=True)
         asked = end.save(step, end.take_request(), partial(reason, by_clock=True))
         return Due(save=reason(asked) is not None, stop=False)
 

@@ -78,7 +78,11 @@ def test_shards_are_found_by_object_and_rank() -> None:
         assert stored.find(*lacking) is None
 
 
-@pytest.mark.parametrize("lacks", [{"object", "layout"}, {"object", "layout", "rank", "path"}])
+@pytest.mark.parametrize(
+    "lacks",
+    [{"object", "layout"}, {"object", "layout", "rank", "path"}],
+    ids=["no layout", "only the name"],
+)
 def test_shards_of_an_earlier_version_are_told_by_their_names(lacks: set[str]) -> None:
     """It stored only a unique name, which is still stored: it finds what this version wrote."""
     stored = [item.as_stored() for item in shards_of_all_kinds()]

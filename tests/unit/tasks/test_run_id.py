@@ -94,6 +94,11 @@ def test_without_a_key_each_task_run_is_a_training() -> None:
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
         ({"lr": 0.1}, {"lr": 0.9}),
     ],
+    ids=[
+        *("whole numbers", "1 and 1.0", "NumPy scalars", "arrays", "tensors", "functions"),
+        *("durations", "decimals", "objects", "classes", "a set and a frozenset"),
+        *("a list and a tuple", "shapes of tensors", "dtypes of tensors", "dicts"),
+    ],
 )
 def test_other_arguments_are_another_training(one: Any, other: Any) -> None:
     """Whatever their types: no fold resumes another's checkpoint."""

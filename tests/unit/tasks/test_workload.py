@@ -238,6 +238,7 @@ PLAIN = "def prepare(ctx): ctx.options['a'] + ctx.options.get('b', 1)\n"
         (OTHERS + MODEL + READ + "def more(ctx): score(ctx)\n", {"size", "lr"}),
         (OTHERS + MODEL + READ + "def more(ctx): return ctx.options['c']\n", {"size", "lr", "c"}),
     ],
+    ids=["none", "by key", "in another function", "a class", "handed on", "a class and a key"],
 )
 def test_a_source_shows_which_options_are_read(write: Write, source: str, known: set[str]) -> None:
     """By name, or by a model and its bases."""
