@@ -68,24 +68,28 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._keeps_best = ctx.config.checkpoint.best_metric is not None
         self._step = 0  # batches after which an optimizer had made steps, over all attempts
         self._global_step = 0  # Lightning's, which with several optimizers counts each one's
-        self._has_stepped = False
+        self._has_stepped = self._stops = False
         self._wants_save, self._saved_at = False, 0
+        self._ended: str | None = None  # the run whose Trainer ended with the checkpoint
         self._file = f"generators-{ctx.rank}.pt"
         self._begun: Any = None  # the generators from which this epoch's order was drawn
         found = None if ctx.committed is None else ctx.committed / self._file
         self._kept = torch.load(found) if found is not None and found.exists() else None
         self._own_sigterm = signal.getsignal(signal.SIGTERM)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "ended": self._ended}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self._step = state_dict["step"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._step, self._ended = state_dict["step"], state_dict.get("ended")
 
     def on_train_start(self, trainer: Trainer, _module: Any) -> None:
         # Lightning's handler broadcasts, which hangs if not all ranks get the signal.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._own_sigterm)
+        # Another run may train on from there.
+        trainer.should_stop |= self._ended == self._ctx.config.run_id
+        self._ended = None
         self._global_step = trainer.global_step
         self._step = self._saved_at = self._step or self._global_step
         if self._kept is None:
@@ -122,12 +126,10 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._show(trainer)
         ends_epoch = trainer.current_epoch + 1 if trainer.is_last_batch else None
         due = self._ctx.due(self._step, ends_epoch=ends_epoch)
-        # Asked before a stop, which has it validate too: no undisturbed run does that.
-        is_validated = _is_validated(trainer)
-        trainer.should_stop |= due.stop
+        self._stops = due.stop
         self._wants_save |= due.save or 0 <= trainer.max_steps <= self._global_step
         # Who resumes from before a validation doesn't repeat it.
-        if not (is_validated or trainer.is_last_batch):
+        if not (_is_validated(trainer) or trainer.is_last_batch):
             self._save_if_wanted(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -151,9 +153,16 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._ctx.progress(self._step, int(total) if total < float("inf") else None, epoch=epoch)
 
     def _save_if_wanted(self, trainer: Trainer) -> None:
-        if not (self._wants_save and self._has_stepped and self._step > self._saved_at):
-            return
-        self._wants_save, self._saved_at = False, self._step
+        if self._wants_save and self._has_stepped and self._step > self._saved_at:
+            self._wants_save, self._saved_at = False, self._step
+            self._ended = self._ctx.config.run_id if trainer.should_stop else None
+            self._save(trainer)
+            self._ended = None
+        # Only now: the save notes whether the Trainer itself is to end, and a Trainer that is to
+        # stop validates after any step, for which no save is to wait.
+        trainer.should_stop |= self._stops
+
+    def _save(self, trainer: Trainer) -> None:
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from prefect_torch_ddp.integrations.refused import refuse_options
 from prefect_torch_ddp.rank.context import RankContext, current_context
@@ -24,7 +25,7 @@ def attach(trainer: Trainer) -> str | None:
     """
     if (ctx := current_context()) is None:
         return None
-    args = trainer.args
+    args, others = trainer.args, trainer.callback_handler.callbacks
     refused = {
         f"rank {args.process_index} of {args.world_size} where it is {ctx.rank} of "
         f"{ctx.world_size}; without GPUs set use_cpu=True": (
@@ -39,9 +40,24 @@ def attach(trainer: Trainer) -> str | None:
         "FSDP and DeepSpeed, whose files are each rank's": (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         ),
+        "a callback that has a state, such as EarlyStoppingCallback, without "
+        "restore_callback_states_from_checkpoint=True": (
+            not args.restore_callback_states_from_checkpoint
+            and any(isinstance(each, ExportableState) for each in others)
+        ),
     }
     refuse_options(refused)
-    trainer.add_callback(_Callback(ctx))
+    callback = _Callback(ctx)
+    trainer.add_callback(callback)
+    run_epoch = trainer._run_epoch  # noqa: SLF001 - nothing public comes before its first step
+
+    def run_epoch_if_left(**given: Any) -> None:
+        others.remove(callback)  # those that a resume restores were put after it
+        others.append(callback)
+        if not callback.is_done:  # the Trainer asks whether it is to stop only after a step
+            run_epoch(**given)
+
+    trainer._run_epoch = run_epoch_if_left  # noqa: SLF001
     return None if ctx.committed is None else str(ctx.committed)
 
 
@@ -53,18 +69,26 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         self._keeps_best = ctx.config.checkpoint.best_metric is not None
         self._asked_at = 0  # the newest step at which the Trainer itself asked for no save
         self._saved_at = 0
+        self._stops = self.is_done = False
+        # In a commit after which the Trainer itself was to end. Another run trains on from there.
+        self._end = f"ended-{ctx.config.run_id}"
+        self._has_ended = ctx.committed is not None and (ctx.committed / self._end).exists()
         self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
         self._ours: Path | None = None
 
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = state.global_step
+        has_ended = self._has_ended and state.global_step > 0
+        self.is_done = has_ended or state.global_step >= state.max_steps
+        control.should_training_stop |= self.is_done
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         step, epoch = state.global_step, state.epoch or 0.0
         ends_epoch = int(epoch) if epoch and float(epoch).is_integer() else None
         self._ctx.progress(step, state.max_steps, epoch=ends_epoch or int(epoch) + 1)
         due = self._ctx.due(step, ends_epoch=ends_epoch)
-        control.should_training_stop |= due.stop
+        self._stops = due.stop  # after the save, which notes whether the Trainer itself is to end
+        control.should_training_stop |= due.stop and not due.save
         if not control.should_save:
             self._asked_at = step
         control.should_save |= due.save or (self._keeps_best and control.should_evaluate)
@@ -81,12 +105,20 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         control.should_save &= self._saved_at != state.global_step
         self._is_left = False
 
+    def on_evaluate(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        # An EarlyStoppingCallback may just have ended the training.
+        control.should_save |= control.should_training_stop and self._saved_at != state.global_step
+
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
         numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        if self.is_done:
+            numbers.pop("train_loss", None)  # the mean of no steps, 0
         self._ctx.report(**numbers)
 
-    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder, rank = Path(args.output_dir, f"checkpoint-{state.global_step}"), self._ctx.rank
+        if rank == 0 and control.should_training_stop and state.global_step < state.max_steps:
+            (folder / self._end).touch()
         files = [
             path.relative_to(folder)
             for path in folder.rglob("*")
@@ -99,4 +131,5 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
             # All ranks have committed it: a step that sums their gradients came after it.
             shutil.rmtree(self._ours, ignore_errors=True)
         self._saved_at = state.global_step
+        control.should_training_stop |= self._stops
         self._ours = folder if self._asked_at == state.global_step else None

@@ -65,14 +65,17 @@ def transformers(
     die_at: DieAt,
     *,
     stop_at: int | None = None,
+    patience: int | None = None,
     cuda: bool = False,
     **options: Any,
 ) -> str:
     """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights.
 
-    The options are those of its TrainingArguments that aren't as in other tests.
+    The options are those of its TrainingArguments that aren't as in other tests. After the first
+    one, no evaluation counts as better, so that a patience ends it.
     """
     from transformers import (
+        EarlyStoppingCallback,
         GPT2Config,
         GPT2LMHeadModel,
         Trainer,
@@ -103,13 +106,21 @@ def transformers(
         "report_to": [],
         "seed": 7,
     }
+    callbacks: list[TrainerCallback] = [Killer()]
+    if patience is not None:
+        usual |= {
+            "eval_strategy": "steps",
+            "metric_for_best_model": "eval_loss",
+            "restore_callback_states_from_checkpoint": True,
+        }
+        callbacks.append(EarlyStoppingCallback(patience, early_stopping_threshold=9.0))
     args = TrainingArguments(str(Path(folder) / "out"), **usual | options)
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
         args=args,
         train_dataset=Texts(),
         eval_dataset=Texts(),
-        callbacks=[Killer()],
+        callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=attach(trainer))
     return f"{trainer.state.global_step} {digest_of(trainer.model)}"
@@ -123,15 +134,18 @@ def stopped_transformers(ctx: RankContext, folder: str) -> str:
 def refused_transformers(
     _ctx: RankContext, folder: str, options: list[dict[str, Any]]
 ) -> list[str]:
-    """Attach a Trainer with each of these options; return the errors."""
-    from transformers import Trainer, TrainingArguments
+    """Attach a Trainer with each of these options, or EarlyStoppingCallback; return the errors."""
+    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
     from prefect_torch_ddp.integrations.transformers import attach
 
     said = []
     for chosen in options:
-        args = TrainingArguments(output_dir=folder, report_to=[], **chosen)
-        trainer = Trainer(model=torch.nn.Linear(1, 1), args=args, train_dataset=Texts())
+        rest = dict(chosen)
+        callbacks = [EarlyStoppingCallback()] if rest.pop("stops_early", False) else []
+        args = TrainingArguments(output_dir=folder, report_to=[], **rest)
+        model = torch.nn.Linear(1, 1)
+        trainer = Trainer(model=model, args=args, train_dataset=Texts(), callbacks=callbacks)
         try:
             attach(trainer)
         except InvalidParamsError as error:
@@ -179,6 +193,13 @@ def validation_counter() -> Any:
             self.num_validations += not trainer.sanity_checking
 
     return Counter()
+
+
+def early_stopping(patience: int | None) -> list[Any]:
+    """Return Lightning's, for which no validation after the first one is better; None: nothing."""
+    import pytorch_lightning as pl
+
+    return [] if patience is None else [pl.callbacks.EarlyStopping("val_loss", 9.0, patience)]
 
 
 def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> str:
@@ -230,7 +251,7 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
         max_steps=chosen.get("max_steps", -1),
         accumulate_grad_batches=chosen.get("accumulate", 1),
         val_check_interval=chosen.get("val_check_interval"),
-        callbacks=[counter],
+        callbacks=[counter, *early_stopping(chosen.get("patience"))],
         log_every_n_steps=2,
         enable_checkpointing=False,
         enable_progress_bar=False,

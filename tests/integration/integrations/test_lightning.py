@@ -98,6 +98,30 @@ def test_a_lightning_trainer_stops_at_a_step_and_continues(
 
 
 @pytest.mark.parametrize(
+    ("options", "last"),
+    [({"patience": 1}, 10), ({"patience": 2, "val_check_interval": 3}, 13)],
+    ids=["at an epoch's end", "in mid-epoch"],
+)
+def test_a_lightning_trainer_that_has_ended_adds_no_step(
+    tmp_path: Path, dask_cluster: LocalCluster, options: dict[str, object], last: int
+) -> None:
+    """EarlyStopping ends it at the same step after a stop at it, and after its last commit."""
+    with Client(dask_cluster) as client:
+
+        def train(name: str, **more: object) -> list[str]:
+            folder = tmp_path / name
+            fn = partial(trainers.lightning, **options, **more)
+            call = config_for(folder, 4), fn, (str(folder), None)
+            return run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+
+        undisturbed = train("straight")
+        assert [int(value.split()[0]) for value in undisturbed] == [last] * 2
+        assert train("straight") == undisturbed
+        assert train("stopped", stop_at=last) == undisturbed
+        assert train("stopped") == undisturbed
+
+
+@pytest.mark.parametrize(
     "options",
     [{"two_optimizers": True}, {"val_check_interval": 2}],
     ids=["two optimizers", "validated in the epoch"],

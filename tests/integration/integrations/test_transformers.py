@@ -1,5 +1,6 @@
 """Transformers' Trainer is killed on real ranks and ends with the undisturbed bits."""
 
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import CheckpointParams, ddp_task, list_runs, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.ranks import config_for, train_on
+from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import trainers
 
 pytestmark = [
@@ -72,10 +73,11 @@ def test_a_trainer_stops_with_a_checkpoint_at_a_step(tmp_path: Path) -> None:
     [
         (None, {"save_strategy": "epoch", "stop_at": 5}, [5, 6]),
         (4, {"save_strategy": "epoch", "max_steps": 8}, [5, 8]),
+        (None, {"patience": 1, "eval_strategy": "epoch"}, [10]),
         pytest.param(5, {"max_steps": 13}, [10, 13], marks=pytest.mark.more),
         pytest.param(None, {"save_strategy": "steps"}, [15], marks=pytest.mark.more),
     ],
-    ids=["stopped", "due at the last step", "the last step", "the Trainer's own"],
+    ids=["stopped", "due at the last step", "stopped early", "the last step", "the Trainer's own"],
 )
 def test_each_step_is_committed_once_and_the_last_one_too(
     tmp_path: Path, every_steps: int | None, options: dict[str, Any], expected: list[int]
@@ -85,6 +87,33 @@ def test_each_step_is_committed_once_and_the_last_one_too(
     train_on(2, config_for(tmp_path, every_steps), fn, str(tmp_path), None)
     storage = DirectoryStorage(tmp_path)
     assert [each.step for each in list_manifests(storage, "run")] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({"max_steps": 7}, 7), ({"patience": 2, "eval_steps": 3}, 9)],
+    ids=["max_steps", "early stopping"],
+)
+def test_a_trainer_that_has_ended_adds_no_step(
+    tmp_path: Path, options: dict[str, Any], last: int
+) -> None:
+    """After a kill or a stop it ends at the same step; after its last commit, at once."""
+
+    def train(name: str, die_at: int | None = None, **more: Any) -> list[Any]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        fn = partial(trainers.transformers, **options, **more)
+        return train_on(2, config_for(folder, 4), fn, str(folder), die_at)
+
+    undisturbed = train("straight")
+    assert [value.split()[0] for value in undisturbed] == [str(last)] * 2
+    assert Died(-signal.SIGKILL) in train("killed", last)
+    assert train("killed") == undisturbed
+    assert train("killed") == undisturbed
+    assert [value.split()[0] for value in train("stopped", stop_at=5)] == ["6"] * 2
+    assert train("stopped") == undisturbed
+    losses = read_metrics(DirectoryStorage(tmp_path / "killed"), "run")["train_loss"].dropna()
+    assert (losses > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +144,9 @@ def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
     only_best = {"save_strategy": "best", "metric_for_best_model": "eval_loss"}
     # Without use_cpu, a Trainer that finds no GPU takes itself for the only process. FSDP isn't
     # here: on CPUs Accelerate ignores it.
-    asked = [best, only_model, best | only_model, only_best, {}, {"use_cpu": False}]
+    early: dict[str, object] = {"stops_early": True}
+    kept = early | {"restore_callback_states_from_checkpoint": True}
+    asked = [best, only_model, best | only_model, only_best, early, kept, {}, {"use_cpu": False}]
     options = [{"use_cpu": True, **option} for option in asked]
     folder = str(tmp_path / "out")
     values = train_on(2, config_for(tmp_path), trainers.refused_transformers, folder, options)
@@ -126,12 +157,18 @@ def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
         "save_strategy='best', which skips checkpoints that are due; set it to 'no', and "
         "CheckpointParams(best_metric=...)"
     )
+    why_early = (
+        "a callback that has a state, such as EarlyStoppingCallback, without "
+        "restore_callback_states_from_checkpoint=True"
+    )
     for rank, said in enumerate(values):
         assert said == [
             f"{beginning}{why_best}",
             f"{beginning}{why_only_model}",
             f"{beginning}{why_best}; {why_only_model}",
             f"{beginning}{why_only_best}",
+            f"{beginning}{why_early}",
+            "attached",
             "attached",
             f"{beginning}rank 0 of 1 where it is {rank} of 2; without GPUs set use_cpu=True",
         ]
