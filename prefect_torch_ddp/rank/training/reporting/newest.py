@@ -67,14 +67,14 @@ class NewestMetrics:
         if metric not in self._values or self._intervals.get(metric) == self._rated:
             return
         value = self._values[metric] * (1 if self._policy.best_is == "max" else -1)
-        number, step = self._rated = self._intervals[metric]
+        _, step = self._rated = self._intervals[metric]
         if not value > self._best:  # nor if it is a nan
             return
         self._best = value
-        now, current = self._numbers.done[0], self._numbers.current
-        # A baseline of untrained weights is left out: nobody wants those.
-        is_late = 0 < step < now or (now == 0 and number < current)
-        if is_late and not self._has_warned:
+        now = self._numbers.done[0]
+        # At 0 it is a baseline of untrained weights, which nobody wants, or of a loop that doesn't
+        # say its steps by `ctx.progress`: what it commits may well be what it has validated.
+        if 0 < step < now and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s was reported in step %d, but the next checkpoint is of step %d: it is ranked "
@@ -82,6 +82,6 @@ class NewestMetrics:
                 "request a checkpoint when you report the metric: "
                 "ctx.checkpoint(force=True), or in the loop ctx.checkpoint(force=ctx.epoch_ended)",
                 metric,
-                step or number,
-                now or current,
+                step,
+                now,
             )

@@ -179,6 +179,24 @@ def test_a_validation_in_an_own_loop_is_late_only_if_steps_come_after_it(
     assert texts == [LATE.format(5, 6)]
 
 
+def test_a_commit_that_nobody_counts_steps_for_is_never_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without `ctx.progress` nobody knows in which step a value was reported."""
+    policy = CheckpointParams(every_s=None, best_metric="val_accuracy")
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        for step in (10, 20, 30):
+            ctx.report(val_accuracy=step / 100)
+            folder = ctx.checkpoint_folder / f"step-{step}"
+            folder.mkdir()
+            (folder / "state").write_text(str(step))
+            ctx.commit(folder, step=step)
+    top = best(DirectoryStorage(tmp_path), "local", "val_accuracy")
+    assert top is not None
+    assert (top.step, top.metrics["val_accuracy"]) == (30, 0.3)
+    assert caplog.messages == []
+
+
 def test_only_a_best_value_is_said_to_be_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
