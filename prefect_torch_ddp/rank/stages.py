@@ -201,8 +201,9 @@ def _refuse_data(value: object, kind: str, workload: str) -> None:
     has_items = hasattr(type(value), "__len__") or hasattr(type(value), "__iter__")
     if has_items and not isinstance(value, str | bytes):
         msg = (
-            f"prepare of {workload} returned {kind}, which nobody writes: write files to ctx.data "
-            "and return nothing, or return one Dask DataFrame, Dask Array or xarray Dataset"
+            f"prepare of {workload} returned {kind}, which nobody keeps. Return nothing, and write "
+            "what train needs, also a few numbers, as files to ctx.data; or return one Dask "
+            "DataFrame, Dask Array or xarray Dataset"
         )
         raise TypeError(msg)
 

@@ -148,8 +148,11 @@ def test_data_that_prepare_returns_isnt_dropped(
         return make()
 
     monkeypatch.setattr(returns, "prepare", prepare)
-    with pytest.raises(TypeError, match=f"prepare of .*:returns returned {kind}, .*to ctx.data"):
+    with pytest.raises(
+        TypeError, match=f"prepare of .*:returns returned {kind}, .*to ctx.data"
+    ) as caught:
         run_stage(config(tmp_path, "prepare"), f"{__name__}:returns")
+    assert "Return nothing, and write what train needs, also a few numbers" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, 3, np.float32(3), "text", Path("x")])
