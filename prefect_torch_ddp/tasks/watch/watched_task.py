@@ -2,8 +2,11 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 from distributed import Client, Future
@@ -11,7 +14,7 @@ from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.futures import PrefectFutureList
+from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -132,6 +135,9 @@ class WatchedFuture(PrefectDaskFuture[R]):
         super().__init__(future.task_run_id, future.wrapped_future)
         self._client = client
         self._loss: Exception | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[PrefectFuture[R]], None]] = []
+        self._watcher: threading.Thread | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the task has ended, or is lost, or the seconds are over."""
@@ -157,6 +163,28 @@ class WatchedFuture(PrefectDaskFuture[R]):
             if self.wrapped_future.status != "pending":
                 super().wait()
 
+    def add_done_callback(self, fn: Callable[[PrefectFuture[R]], None]) -> None:
+        """Call `fn` in another thread when the task has ended or is lost.
+
+        Prefect's `as_completed`, and its `wait` with a timeout, wait for nothing else.
+        """
+        with self._lock:
+            self._callbacks.append(fn)
+            if self._watcher is None:
+                # The context has the flow run, which may be suspended.
+                self._watcher = threading.Thread(
+                    target=self._call_back, args=(copy_context(),), daemon=True
+                )
+                self._watcher.start()
+
+    def _call_back(self, context: Context) -> None:
+        with suppress(BaseException):  # `result` raises it, also that the flow was suspended
+            context.run(self.wait)
+        with self._lock:
+            callbacks, self._callbacks, self._watcher = self._callbacks, [], None
+        for fn in callbacks:
+            fn(self)
+
     # The signature is Prefect's.
     def result(
         self,
@@ -169,6 +197,9 @@ class WatchedFuture(PrefectDaskFuture[R]):
             SupervisorLostError, SchedulerLostError: the task was lost.
         """
         self.wait(timeout)
+        watcher = self._watcher
+        if watcher is not None and self.wrapped_future.status != "pending":
+            watcher.join()  # it may have cancelled a lost task just now, and says why
         if self._loss is None:
             return super().result(0 if timeout is not None else None, raise_on_failure)
         if raise_on_failure:

@@ -25,6 +25,7 @@ from prefect.client.schemas.filters import (
     FlowFilterName,
 )
 from prefect.client.schemas.objects import Artifact, Log
+from prefect.futures import as_completed
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
@@ -660,15 +661,20 @@ def wait_or_fail(ctx: RankContext, folder: str, what: str) -> None:
     Event().wait()
 
 
+@pytest.mark.parametrize("has_order", [True, False], ids=["in order", "as completed"])
 def test_of_mapped_calls_one_that_fails_is_heard_of_at_once(
-    dask_cluster: LocalCluster, tmp_path: Path
+    dask_cluster: LocalCluster, tmp_path: Path, *, has_order: bool
 ) -> None:
     """Though the one before it still trains, which is ended with the flow."""
     train = ddp_task(world_size=1, storage=str(tmp_path / "store"), stop_grace_s=1)(wait_or_fail)
 
     @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
     def mapped() -> None:
-        train.map(unmapped(str(tmp_path)), ["waits", "fails"]).result()
+        futures = train.map(unmapped(str(tmp_path)), ["waits", "fails"])
+        if has_order:
+            futures.result()
+        for each in as_completed(futures):
+            each.result()
 
     with pytest.raises(RankFailedError, match="as told"):
         mapped()

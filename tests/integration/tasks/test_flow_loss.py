@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 from prefect import flow, unmapped
+from prefect.futures import as_completed, wait
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
@@ -22,7 +23,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.errors import SupervisorLostError
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster, stop
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import write_pid
 
 pytestmark = [
@@ -87,7 +88,7 @@ def hold(ctx: RankContext, folder: str, name: str) -> None:
     Event().wait()
 
 
-@pytest.mark.parametrize("how", ["mapped", "for its state"])
+@pytest.mark.parametrize("how", ["mapped", "as completed", "with a limit", "for its state"])
 def test_the_worker_of_a_submitted_task_is_stopped(
     others: SeparateCluster, tmp_path: Path, how: str
 ) -> None:
@@ -98,6 +99,14 @@ def test_the_worker_of_a_submitted_task_is_stopped(
     def waits() -> None:
         if how == "mapped":
             train.map(unmapped(str(tmp_path)), ["rank"]).result()
+        if how == "as completed":
+            for each in as_completed(train.map(unmapped(str(tmp_path)), ["rank"])):
+                each.result()
+        if how == "with a limit":
+            # Far below the 300 s after which Dask itself drops the worker.
+            done, left = wait(train.map(unmapped(str(tmp_path)), ["rank"]), timeout=2 * HANG_S)
+            assert not left
+            done.pop().result()
         state = train.submit(str(tmp_path), "rank", return_state=True)
         assert state.is_crashed()
         raise SupervisorLostError(state.message)
