@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import ClassificationMeter, RankContext, Report
+from prefect_torch_ddp import RankContext, Report
 from tests.workloads import write_pid
 from tests.workloads.healthy import sha256_of_weights
 
@@ -58,10 +58,5 @@ def train(ctx: RankContext) -> dict[str, Any]:
 
 
 def evaluate(ctx: RankContext) -> Report:
-    """Score guesses on all samples, which the ranks share."""
-    data = TensorDataset(torch.zeros(NUM_SAMPLES, 2), torch.zeros(NUM_SAMPLES, dtype=torch.long))
-    meter = ClassificationMeter(["right", "wrong"])
-    for guesses, targets in ctx.loader(data, global_batch_size=BATCH, shuffle=False):
-        meter.update(guesses, targets)
-    epochs = {"epochs": float(ctx.options["epochs"])}
-    return meter.report().model_copy(update={"metrics": epochs})
+    """Score nothing."""
+    return Report(num_samples=1, metrics={"epochs": float(ctx.options["epochs"])})

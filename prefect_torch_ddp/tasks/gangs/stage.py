@@ -33,8 +33,6 @@ def run_stage(run: Run, config: RankConfig, world_size: int, logs: str) -> Any:
             RUN_STAGE,
             args=(config, run.params.workload),
             world_size=world_size,
-            # As of the training: an elastic loader refuses another number of ranks.
-            world_size_divides=run.params.virtual_ranks,
             process_group="none" if config.stage == "prepare" else "default",
             name=f"{run.run_id} {config.stage}",
             attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, logs)),

@@ -357,23 +357,3 @@ def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
     assert (first.world_size, first.step) == (1, training.resumed_from_step)
     names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
     assert "prefect-torch-ddp.rank.failed" not in names
-
-
-def test_an_elastic_run_is_evaluated_on_a_number_of_ranks_that_divides(tmp_path: Path) -> None:
-    """Of three workers two are used, as by the training, since there are four virtual ranks."""
-    with local_cluster(n_workers=3) as cluster:
-        params = TrainParams(
-            workload="tests.workloads.short_jobs",
-            storage=str(tmp_path / "store"),
-            determinism="elastic",
-            virtual_ranks=4,
-            world_size=4,
-            min_world_size=1,
-            workers_timeout_s=3,
-            options={"epochs": 1, "folder": str(tmp_path), "sample_s": 0.0},
-            cluster=ClusterParams(address=cluster.scheduler_address),
-        )
-        report = train_flow(params)
-        assert report.training.world_size == 2
-        run = f"{tmp_path / 'store'}/runs/{report.run_id}"
-        assert evaluate_flow(run, cluster=params.cluster) == report.evaluation
