@@ -287,6 +287,16 @@ class CheckpointParams(Params):
     """Whether the ranks' weights are compared at each checkpoint. If they differ, the checkpoint
     isn't written and the attempt fails. A restart or retry resumes from the previous checkpoint."""
 
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.keep_best > 1 and self.best_metric is None:
+            msg = (
+                f"keep_best is {self.keep_best}, but nothing says which checkpoints are the best; "
+                "give best_metric, e.g. 'validation_accuracy'"
+            )
+            raise ValueError(msg)
+        return self
+
     @property
     def best_is(self) -> Direction:
         """Whether the best value is the largest or the smallest."""

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.rank.assembly import ContextAssembly
@@ -73,6 +74,13 @@ def local_assembly(
     given = {name: value for name, value in chosen.items() if value is not None}
     config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
     check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
+    if "restore_step" in config and config["stage"] != "evaluate":
+        msg = (
+            f"restore_step is {config['restore_step']} in the stage {config['stage']!r}, and names "
+            "the checkpoint of an evaluation; give stage='evaluate', or "
+            "resume_from='<run>/checkpoints/step-...'"
+        )
+        raise InvalidParamsError(msg)
     temporary = None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")

@@ -148,7 +148,8 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     duration_s, attempts, world_size, steps, epochs, goodput (a share), core_hours, gpu_hours,
     best_metric and best_value, accuracy, loss and other metrics of the evaluation,
     `train.<metric>` with the last value of each metric that the training reported, commit,
-    is_dirty, model_uri, cause. A run whose process was killed stays at `training`, without a
+    is_dirty, model_uri, cause. A metric of the evaluation that is named like one of these, such as
+    steps, is in `metric.steps`. A run whose process was killed stays at `training`, without a
     duration, until a retry continues it. Use `began` and Prefect's flow run to tell it from a run
     that trains. A damaged record is left out, with a warning.
 
@@ -261,11 +262,16 @@ def storage_of(storage: Storage | str | Path) -> Storage:
     return storage_at(storage)
 
 
+_OWN_COLUMNS = (
+    *("run_id", "experiment", "workload", "state", "began"),
+    *("commit", "is_dirty", "model_uri", "cause"),
+)
+
+
 def _row(record: RunRecord) -> dict[str, Any]:
-    first = ("run_id", "experiment", "workload", "state", "began")
     model_uris = list(record.model_uris.values())
     return {
-        **{name: getattr(record, name) for name in first},
+        **{name: getattr(record, name) for name in _OWN_COLUMNS[:5]},
         **_results(record),
         "commit": record.commit,
         "is_dirty": record.is_dirty,
@@ -292,7 +298,10 @@ def _results(record: RunRecord) -> dict[str, Any]:
     }
     # What was trained with has names like what was evaluated: a prefix tells them apart.
     trained = {f"train.{name}": value for name, value in record.metrics.items()}
-    return {**values, **(found.metrics if found else {}), **trained}
+    taken = {*values, *_OWN_COLUMNS}
+    scores = found.metrics if found else {}
+    scores = {f"metric.{each}" if each in taken else each: scores[each] for each in scores}
+    return {**values, **scores, **trained}
 
 
 def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
-_View = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
+_View = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
 
 PYTHONS = {type(None), bool, int, float, complex, str}
 NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
@@ -144,7 +144,9 @@ class Staging:
 
 
 def _view_of(tensor: torch.Tensor) -> _View:
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    place = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    # A view may be conjugated or negated only when it is read.
+    return *place, tensor.is_conj(), tensor.is_neg()
 
 
 def is_plain(value: Any) -> bool:

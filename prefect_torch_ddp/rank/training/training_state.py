@@ -235,7 +235,10 @@ class TrainingState:
         if (manifest := restorer.manifest) is not None:
             is_ours = self._replay.is_ours = restorer.is_ours
             self._numbers.adopt(manifest, is_ours=is_ours, had_ended=restorer.had_ended)
-            self._reporter.restore(manifest)
+            if is_ours:
+                self._reporter.restore(manifest)
+            else:  # what another run has validated is no value of this one
+                self._reporter.mark_checkpoint()
         return restorer
 
     def _resume(self) -> None:

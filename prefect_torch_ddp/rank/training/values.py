@@ -14,8 +14,16 @@ class Values(SimpleNamespace):
         """Start with these.
 
         Raises:
-            InvalidParamsError: there are none, or a name is taken.
+            InvalidParamsError: there are none, a name is taken, or a value is one that is trained.
         """
+        for name, value in values.items():
+            if getattr(value, "requires_grad", False):
+                msg = (
+                    f"{name!r} is a tensor that requires grad, and ctx.state replaces its values "
+                    "at a resume, which its optimizer wouldn't notice; make it a Parameter of a "
+                    "module, and give that to ctx.track"
+                )
+                raise InvalidParamsError(msg)
         taken = sorted(name for name in values if name.startswith("_") or hasattr(Values, name))
         if taken or not values:
             what = f"{taken[0]!r} can't name a value" if taken else "ctx.state was given no value"

@@ -153,7 +153,7 @@ class MlflowTracker:
         entity, at = self._mlflow.entities.Metric, (_ms(record.ended), record.num_steps or 0)
         there = self._run.data.metrics
         metrics = [
-            entity(name, value, *at)
+            entity(_plain(name), value, *at)
             for name, value in evaluated(record).items()
             if there.get(_plain(name)) != value
         ]

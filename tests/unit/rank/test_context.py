@@ -384,6 +384,14 @@ def test_of_a_refused_call_nothing_is_tracked(tmp_path: Path) -> None:
     assert {item.name for item in manifest.objects} == {"model", "rank-00000"}
 
 
+def test_a_step_to_restore_is_of_an_evaluation(tmp_path: Path) -> None:
+    """A training would resume from the newest checkpoint whatever the step."""
+    says = r"restore_step is 10 in the stage 'train', .* stage='evaluate', or resume_from="
+    with pytest.raises(InvalidParamsError, match=says):
+        RankContext.local(storage=tmp_path, restore_step=10)
+    assert not list(tmp_path.iterdir())
+
+
 def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
     """Another step, an untracked name, a model that doesn't fit: each says so."""
     fit(tmp_path)

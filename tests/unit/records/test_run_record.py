@@ -165,3 +165,13 @@ def test_two_runs_are_compared_by_what_differs_and_by_their_results(storage):
     assert rows["results", "accuracy"] == (None, 0.5)
     with pytest.raises(InvalidParamsError, match="twice"):
         compare_runs(storage, "run-1", "run-1")
+
+
+def test_a_metric_of_an_evaluation_takes_no_column(storage: DirectoryStorage) -> None:
+    """One that is named like a column of the run is beside it."""
+    scores = {"steps": 7.0, "state": 1.0, "mae": 0.5}
+    report = Report(num_samples=3, accuracy=0.75, metrics=scores)
+    write_record(storage, record(1, evaluation=report, num_steps=100))
+    (row,) = list_runs(storage).to_dict("records")
+    assert (row["run_id"], row["state"], row["steps"]) == ("run-1", "completed", 100)
+    assert (row["metric.steps"], row["metric.state"], row["mae"]) == (7.0, 1.0, 0.5)

@@ -47,6 +47,15 @@ def test_a_copy_is_apart_from_what_it_copies() -> None:
     assert isinstance(copied["pair"], tuple)
 
 
+def test_views_that_conjugate_or_negate_are_no_ties() -> None:
+    """They have the memory of their base, but other values."""
+    base = torch.tensor([1 + 2j])
+    copied = Staging().copy([base, base.conj(), base.imag, base.conj().imag, base])
+    values = [each.tolist() for each in copied]
+    assert values == [[1 + 2j], [1 - 2j], [2], [-2], [1 + 2j]]
+    assert copied[0] is copied[4]
+
+
 def test_buffers_are_used_again() -> None:
     """The second copy takes the memory of the first."""
     staging = Staging()

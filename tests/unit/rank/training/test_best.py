@@ -211,3 +211,32 @@ def test_only_a_best_value_is_said_to_be_late(
                     ctx.checkpoint(force=score > top)
             top = max(top, score)
     assert not [text for text in caplog.messages if "was reported in step" in text]
+
+
+def test_a_run_that_starts_from_another_has_no_best_of_its_yet(tmp_path: Path) -> None:
+    """The other's value is none of what this run has validated."""
+    policy = CheckpointParams(every_steps=2, every_s=None, keep_last=9, best_metric="val_accuracy")
+
+    def train(run_id: str, validated: dict[int, float], resume_from: str | None = None) -> None:
+        with RankContext.local(
+            storage=tmp_path, checkpoint=policy, run_id=run_id, resume_from=resume_from
+        ) as ctx:
+            ctx.track(model=nn.Linear(4, 1))
+            data = TensorDataset(torch.ones(16, 4))
+            epochs = 1 + (resume_from is not None)
+            for _ in ctx.steps(ctx.loader(data, global_batch_size=4), epochs=epochs):
+                if ctx.step in validated:
+                    ctx.report(val_accuracy=validated[ctx.step])
+                    ctx.checkpoint(force=True)
+
+    train("first", {4: 0.9})
+    train("second", {8: 0.5}, resume_from="first")
+    top = best(DirectoryStorage(tmp_path), "second", "val_accuracy")
+    assert top is not None
+    assert (top.step, top.metrics["val_accuracy"]) == (8, 0.5)
+
+
+def test_the_best_ones_of_no_metric_are_refused() -> None:
+    """They would never be kept."""
+    with pytest.raises(ValueError, match=r"keep_best is 3, .*; give best_metric"):
+        CheckpointParams(keep_best=3)

@@ -109,3 +109,12 @@ def test_what_cannot_be_a_value_is_refused_by_name(values: dict[str, Any], says:
     """At the call."""
     with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
         ctx.state(**values)
+
+
+def test_a_value_that_is_trained_is_refused(tmp_path: Path) -> None:
+    """Its optimizer would go on with another tensor after a resume."""
+    with (
+        RankContext.local(storage=tmp_path) as ctx,
+        pytest.raises(InvalidParamsError, match="'scale' is a tensor that requires grad"),
+    ):
+        ctx.state(scale=torch.zeros(1, requires_grad=True), it=0)
