@@ -78,12 +78,14 @@ def _no_leaked_processes() -> Iterator[None]:
     before = set(_descendants())
 
     def leaked() -> list[psutil.Process]:
-        # The host of a worker of a wider fixture is meant to stay; the session's end looks for
-        # it too.
+        # The host of a worker of a wider fixture is meant to stay, and so is what shows a page of
+        # its browser; the session's end looks for them too.
         return [
             process
             for process in _descendants()
-            if process not in before and not _is_fork_server(process)
+            if process not in before
+            and not _is_fork_server(process)
+            and not _is_renderer(process, before)
         ]
 
     yield
@@ -123,6 +125,14 @@ def _is_fork_server(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-fork-server"
         return "prefect_torch_ddp.rank.process.fork_server" in process.cmdline() and not is_rank
+    return False
+
+
+def _is_renderer(process: psutil.Process, before: set[psutil.Process]) -> bool:
+    """Tell a page's process in a browser that is older than the test: Chromium starts another one
+    for another site, or to spare, when it likes, and ends all of them with the browser."""
+    with contextlib.suppress(psutil.Error):
+        return "--type=renderer" in " ".join(process.cmdline()) and process.parent() in before
     return False
 
 
