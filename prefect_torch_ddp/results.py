@@ -183,9 +183,9 @@ class EpochRow(Result):
     epoch: int
     """Counts from 1."""
     num_steps: int
-    """Of which a rank reported something: a tenth of them if it does so in each tenth."""
+    """The steps in which a rank reported something: 100 of 1,000 if it reports every tenth."""
     num_samples: int
-    """Of the steps that were reported, on all ranks."""
+    """The samples of those steps, on all ranks."""
     metrics: dict[str, float]
 
 

@@ -262,16 +262,14 @@ def storage_of(storage: Storage | str | Path) -> Storage:
     return storage_at(storage)
 
 
-_OWN_COLUMNS = (
-    *("run_id", "experiment", "workload", "state", "began"),
-    *("commit", "is_dirty", "model_uri", "cause"),
-)
+_FIRST_COLUMNS = ("run_id", "experiment", "workload", "state", "began")
+_LAST_COLUMNS = ("commit", "is_dirty", "model_uri", "cause")
 
 
 def _row(record: RunRecord) -> dict[str, Any]:
     model_uris = list(record.model_uris.values())
     return {
-        **{name: getattr(record, name) for name in _OWN_COLUMNS[:5]},
+        **{name: getattr(record, name) for name in _FIRST_COLUMNS},
         **_results(record),
         "commit": record.commit,
         "is_dirty": record.is_dirty,
@@ -298,7 +296,7 @@ def _results(record: RunRecord) -> dict[str, Any]:
     }
     # What was trained with has names like what was evaluated: a prefix tells them apart.
     trained = {f"train.{name}": value for name, value in record.metrics.items()}
-    taken = {*values, *_OWN_COLUMNS}
+    taken = {*values, *_FIRST_COLUMNS, *_LAST_COLUMNS}
     scores = found.metrics if found else {}
     scores = {f"metric.{each}" if each in taken else each: scores[each] for each in scores}
     return {**values, **scores, **trained}

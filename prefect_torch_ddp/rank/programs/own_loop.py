@@ -15,8 +15,8 @@ class Due(NamedTuple):
     """What all ranks are to do after a step; the same on each of them."""
 
     save: bool
-    """Whether to make a checkpoint now, by `ctx.commit`; before a stop always, but for a step that
-    has one."""
+    """Whether to make a checkpoint now, by `ctx.commit`; before a stop it is True, unless this step
+    has one already."""
     stop: bool
     """Whether to leave the loop after that."""
 

@@ -153,7 +153,9 @@ def _metrics(view: RunView) -> str:
     num_left_out, mean_of = len(names) - len(rows), view.curves.steps_per_point
     endings = [f"{num_left_out} more metrics are left out."] if num_left_out else []
     if mean_of > 1:  # a step's own value, which a mean hides, may be lower or higher
-        endings.append(f"Lowest and highest are of means over {mean_of} steps, as the curves are.")
+        endings.append(
+            f"Lowest and highest are taken from means over {mean_of} steps, like the curves."
+        )
     header = ["metric", "last", "lowest", "highest"]
     return "\n\n".join([table(header, rows), *endings]) if rows else ""
 

@@ -79,6 +79,17 @@ def test_a_stop_comes_with_a_checkpoint(tmp_path: Path) -> None:
         assert tuple(ctx.due(2)) == (False, True)
 
 
+def test_a_stop_at_a_committed_step_asks_for_no_second_checkpoint(tmp_path: Path) -> None:
+    """It would be refused, and the training end by that."""
+    with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_s=None)) as ctx:
+        folder = ctx.checkpoint_folder / "folder"
+        folder.mkdir()
+        (folder / "a").write_text("a")
+        ctx.commit(folder, step=1)
+        ctx.request_stop("enough")
+        assert tuple(ctx.due(1)) == (False, True)
+
+
 def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
     """The same again is refused, and a gap, in which the step may lie that ranks agree on."""
     with RankContext.local(storage=tmp_path) as ctx:

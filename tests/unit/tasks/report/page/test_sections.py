@@ -208,7 +208,7 @@ def test_extremes_of_curves_that_are_means_say_so():
     steps = [a_record(step, score=step % 2) for step in range(3 * MAX_BINS)]
     page = page_of(record=record, curves=MetricCurves(columns(steps)).snapshot())
     assert "Best score: 0.5 at step 2, as a mean over up to 4 steps" in page
-    assert "Lowest and highest are of means over 4 steps, as the curves are." in page
+    assert "Lowest and highest are taken from means over 4 steps, like the curves." in page
     few = page_of(record=record, curves=MetricCurves(columns(steps[:99])).snapshot())
     assert "Best score: 1 at step 1\n" in few
     assert "means" not in few
