@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
+from typing import NamedTuple
 
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
@@ -27,24 +28,33 @@ _SHOWN = (LogLine, RankFailure, RankStack, RankStopped, AttemptBegan)
 _OWN = "prefect_torch_ddp"
 
 
+class _Way(NamedTuple):
+    """A way by which lines come in order."""
+
+    rank: int
+    is_print: bool
+
+
 class LineMerger:
     """Passes events on, equal lines of several ranks within a second as one.
 
-    Lines of one rank keep their order. Whatever else the log shows, such as a failure, comes
-    after all lines that came before it.
+    The prints of one rank keep their order, and so do its records. Between the two the order isn't
+    known, since a rank sends them by different ways. Whatever else the log shows, such as a
+    failure, comes after all lines that came before it.
     """
 
     def __init__(self, pass_on: Callable[[GangEvent], None]) -> None:
         """Start with nothing waiting."""
         self.pass_on = pass_on
         self._world_size: int | None = None
-        self._waiting: defaultdict[int, deque[tuple[float, LogLine]]] = defaultdict(deque)
-        """Each rank's lines, with since when."""
+        self._waiting: defaultdict[_Way, deque[tuple[float, LogLine]]] = defaultdict(deque)
+        """The lines of each rank and way, with since when."""
 
     def take(self, event: GangEvent) -> None:
         """Take in an event, and pass on what need not wait any more."""
         if isinstance(event, LogLine) and event.rank != NO_RANK:
-            self._waiting[event.rank].append((time.monotonic(), event))
+            way = _Way(event.rank, is_print=not event.logger)
+            self._waiting[way].append((time.monotonic(), event))
             self.pass_on_due()
             return
         if isinstance(event, AttemptBegan):
@@ -65,17 +75,16 @@ class LineMerger:
     def _pass_on_until(self, until_s: float) -> None:
         while self._waiting:
             since_s, line = min((lines[0] for lines in self._waiting.values()), key=itemgetter(0))
-            ranks = tuple(
-                rank
-                for rank, lines in sorted(self._waiting.items())
-                if _what(lines[0][1]) == _what(line)
+            ways = sorted(
+                way for way, lines in self._waiting.items() if _what(lines[0][1]) == _what(line)
             )
-            if since_s > until_s and len(ranks) != self._world_size:
+            if since_s > until_s and len(ways) != self._world_size:
                 return
-            for rank in ranks:
-                self._waiting[rank].popleft()
-                if not self._waiting[rank]:
-                    del self._waiting[rank]
+            for way in ways:
+                self._waiting[way].popleft()
+                if not self._waiting[way]:
+                    del self._waiting[way]
+            ranks = tuple(way.rank for way in ways)
             self.pass_on(line if len(ranks) == 1 else replace(line, rank=ranks[0], ranks=ranks))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,20 +48,33 @@ def merged(*events: GangEvent, world_size: int = 3) -> list[GangEvent]:
     return passed[1:]
 
 
-@given(spoken=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc")), max_size=40))
-def test_nothing_is_lost_added_or_overtaken(spoken: list[tuple[int, str]]) -> None:
-    """Each rank's lines stay complete and in order, however the ranks repeat each other."""
+LOGGERS = st.sampled_from(["", "", "user", "user.code"])
+
+
+@given(spoken=st.lists(st.tuples(st.integers(0, 2), LOGGERS, st.sampled_from("abc")), max_size=40))
+def test_nothing_is_lost_added_or_overtaken(spoken: list[tuple[int, str, str]]) -> None:
+    """Each rank's prints stay complete and in order, and so do its records."""
     failure = RankFailure(0, "host", 1, "exit", "ended")
-    *found, last = merged(*(LogLine(rank, INFO, text) for rank, text in spoken), failure)
+    said = [LogLine(rank, INFO, text, logger) for rank, logger, text in spoken]
+    *found, last = merged(*said, failure)
     assert last == failure
     before, after = defaultdict(list), defaultdict(list)
-    for rank, text in spoken:
-        before[rank].append(text)
+    for rank, logger, text in spoken:
+        before[rank, not logger].append((logger, text))
     for line in found:
         assert isinstance(line, LogLine)
         for rank in line.ranks or [line.rank]:
-            after[rank].append(line.text)
+            after[rank, not line.logger].append((line.logger, line.text))
     assert after == before
+
+
+def test_equal_lines_are_one_whether_prints_or_records_came_first() -> None:
+    """Prints and records come by different ways, and may overtake each other in a single rank."""
+    said, logged = LogLine(0, INFO, "x"), LogLine(0, INFO, "x", "user")
+    failure = RankFailure(0, "host", 1, "exit", "ended")
+    order = [(0, said), (0, logged), (1, logged), (1, said), (2, said), (2, logged)]
+    found = merged(*(replace(line, rank=rank) for rank, line in order), failure)
+    assert found == [*(replace(line, ranks=(0, 1, 2)) for line in (said, logged)), failure]
 
 
 def test_what_differs_stays_apart_and_what_all_wrote_waits_no_longer() -> None:
