@@ -127,6 +127,11 @@ class ContextAssembly:
         return self._has("program") and self.program.saves_folders
 
     @property
+    def asks_due(self) -> bool:
+        """Whether the training has its own loop, and asks in it when to save."""
+        return self._has("program") and self.program.step is not None
+
+    @property
     def left(self) -> bool:
         """Whether user code took nothing of the model in the checkpoint that it was given."""
         resumed = self.training_state.resumed if self._has("training_state") else None

@@ -515,11 +515,17 @@ class RankContext:
         """Request a checkpoint: within `steps` at this step's end, outside at once.
 
         Call it on every rank. Within `steps` only `force=True` has an effect, since checkpoints
-        that are due are written without a request. A step has at most one. Outside of `steps` a
-        call without `force` writes one if it is due. Each checkpoint outside of `steps` takes the
-        next free number; in your own loop, without `steps`, these are 0, 1, 2, ... On resume,
-        tracked objects and random generators are restored from the newest checkpoint. With
-        `checkpoint_folder`, `force=True` makes the next call of `due` ask for a save.
+        that are due are written without a request. A step has at most one. Outside of `steps` use
+        `force=True` too: without it, a call only writes the checkpoint by `every_steps` or
+        `every_epochs` of a step that you left by `break`, and in your own loop, without `steps`,
+        it writes none and logs a warning. There `due` returns when one is due:
+
+            ctx.checkpoint(force=ctx.due(step).save)
+
+        Each checkpoint outside of `steps` takes the next free number; in your own loop these are
+        0, 1, 2, ... On resume, tracked objects and random generators are restored from the newest
+        checkpoint. With `checkpoint_folder`, `force=True` makes the next call of `due` ask for a
+        save.
 
         Args:
             force: write a checkpoint even if none is due.
@@ -534,7 +540,7 @@ class RankContext:
         elif force:
             self._assembly.training_state.save_outside()
         else:
-            self._assembly.training_state.save_if(self._assembly.training_state.due())
+            self._assembly.training_state.save_if_left(asks_due=self._assembly.asks_due)
 
     @property
     def checkpoint_folder(self) -> Path:

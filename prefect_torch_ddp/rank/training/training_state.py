@@ -1,5 +1,6 @@
 """The state of a training: takes the objects of user code, restores them, and has them saved."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.tracked import check_trackable
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingState:
@@ -52,6 +55,7 @@ class TrainingState:
         self._restores: set[str] = set()
         """The names of what the checkpoint has, or has to have."""
         self._followed: list[Passes] = []
+        self._has_warned = False
 
     @property
     def resumed(self) -> Restorer | None:
@@ -135,6 +139,24 @@ class TrainingState:
         """Save for a reason, the same on all ranks."""
         if not self._replay.is_under_way:
             self._saver.save_if(reason)
+
+    def save_if_left(self, *, asks_due: bool) -> None:
+        """Save what a step made due that was left; warn once if there can't be one.
+
+        Args:
+            asks_due: whether the user's own loop asks `ctx.due`, and so knows when to save.
+        """
+        policy = self._config.checkpoint
+        has_interval = policy.every_s or policy.every_steps or policy.every_epochs
+        is_idle = self._saver.is_open and not self._numbers.has_begun and not asks_due
+        if is_idle and has_interval and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "ctx.checkpoint() without force=True writes nothing in a loop without ctx.steps. "
+                "Checkpoints by checkpoint.every_s, every_steps and every_epochs are written if "
+                "you call ctx.checkpoint(force=ctx.due(step).save) in each step"
+            )
+        self.save_if(self.due())
 
     def save_outside(self) -> None:
         """Save at once, outside of `steps`, under its own number if the step's is taken."""

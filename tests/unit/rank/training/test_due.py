@@ -171,3 +171,32 @@ def test_a_checkpoint_stays_long_enough_to_be_read_while_newer_ones_come(
         kept = [manifest.step for manifest in list_manifests(storage, "local")]
         assert kept == ([1, 2, 3, 4, 5, 6] if every_s == "auto" else [5, 6])
     assert [manifest.step for manifest in list_manifests(storage, "local")] == [5, 6]
+
+
+def in_own_loop(folder: Path, how: str, **policy: Any) -> list[int]:
+    """Train six steps without `ctx.steps`; return the steps at which a checkpoint was written."""
+    storage, found = DirectoryStorage(folder), []
+    chosen = CheckpointParams(**{"keep_last": 9, "every_s": 1e-9, **policy})
+    with RankContext.local(storage=storage, checkpoint=chosen) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        for step in range(1, 7):
+            before = ctx._assembly.saver._checkpointer
+            ctx.checkpoint(**({} if how == "bare" else {"force": ctx.due(step).save}))
+            before.wait()
+            if len(list_manifests(storage, "local")) > len(found):
+                found.append(step)
+    return found
+
+
+def test_a_bare_request_in_an_own_loop_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: it writes none by time, and says how those that are due are written."""
+    assert in_own_loop(tmp_path / "bare", "bare") == []
+    said = "ctx.checkpoint() without force=True writes nothing in a loop without ctx.steps"
+    assert caplog.text.count(said) == 1
+    caplog.clear()
+    assert in_own_loop(tmp_path / "due", "asks due") == [1, 2, 3, 4, 5, 6]
+    assert in_own_loop(tmp_path / "3", "asks due", every_s=None, every_steps=3) == [3, 6]
+    assert in_own_loop(tmp_path / "none", "bare", every_s=None) == []
+    assert said not in caplog.text
