@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tests.support.waiting import wait_until
+
 NUM_ROWS = 100
 META = {"number": "int64", "half": "float32", "kind": "object"}
 
@@ -22,6 +24,13 @@ def part(number: int, dies_in: str | None = None) -> pd.DataFrame:
     kinds = np.array(["even", "odd"], dtype=object)[numbers % 2]
     half = (numbers / 2).astype("float32")
     return pd.DataFrame({"number": numbers, "half": half, "kind": kinds})
+
+
+def held_part(number: int, folder: str) -> pd.DataFrame:
+    """Leave a mark `begun-<number>`; return a partition once the folder has a file `release`."""
+    (Path(folder) / f"begun-{number}").touch()
+    wait_until((Path(folder) / "release").exists)
+    return part(number)
 
 
 def failing_part(number: int) -> pd.DataFrame:

@@ -1,18 +1,22 @@
 """A workload whose dataset Dask computes: a table, on which a small model trains."""
 
+from functools import partial
+
 import torch
 
 from prefect_torch_ddp import RankContext, RegressionMeter, Report
 from prefect_torch_ddp.data import table
-from tests.workloads.dask_parts import META, part
+from tests.workloads.dask_parts import META, held_part, part
 
 NUM_PARTS = 6
 
 
 def prepare(ctx: RankContext) -> object:
-    """Return a Dask DataFrame."""
+    """Return a Dask DataFrame; if `options["hold"]` is a folder, see `held_part`."""
     import dask.dataframe as dd
 
+    if hold := ctx.options.get("hold"):
+        return dd.from_map(partial(held_part, folder=hold), range(NUM_PARTS), meta=META)
     return dd.from_map(part, range(NUM_PARTS), meta=META)
 
 

@@ -16,7 +16,7 @@ from uuid import UUID
 
 import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.states import AwaitingRetry
@@ -231,6 +231,37 @@ def test_cancel_of_a_run_that_does_not_train(
         process.wait(HANG_S)
     assert "CancelledRun" in (tmp_path / "said").read_text()
     check_task_cancelled(check_flow_cancelled(), stage)
+
+
+@pytest.mark.extended
+def test_cancel_while_dask_computes_what_prepare_returned(
+    tmp_path: Path, shared: ClusterParams, dask_client: Client
+) -> None:
+    """No further partition begins, the workers are idle, and there is no dataset."""
+    params = TrainParams(
+        workload="tests.workloads.dask_table",
+        storage=str(tmp_path / "store"),
+        data_options={"hold": str(tmp_path)},
+        cluster=shared,
+    )
+    try:
+        with flow_process(tmp_path, params.model_dump_json()) as process:
+            wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == len(dask_client.nthreads()))
+            begun = set(tmp_path.glob("begun-*"))
+            process.terminate()
+            process.wait(HANG_S)
+        message = check_task_cancelled(check_flow_cancelled(), "prepare")
+    finally:
+        (tmp_path / "release").touch()
+    assert message.startswith("the preparation of the dataset was stopped by the cancellation")
+    wait_until(lambda: not any(dask_client.run(_executing).values()))
+    assert not dask_client.run_on_scheduler(_unready)
+    assert set(tmp_path.glob("begun-*")) == begun
+    assert not list((tmp_path / "store" / "datasets").rglob("manifest.json"))
+
+
+def _executing(dask_worker: Worker) -> int:
+    return len(dask_worker.state.executing) + len(dask_worker.state.ready)
 
 
 def slow_cluster(mark: str) -> None:
