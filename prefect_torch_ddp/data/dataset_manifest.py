@@ -33,6 +33,8 @@ class DatasetFile(Result):
     """Relative to the folder of files, with forward slashes."""
     num_bytes: int
     sha256: str
+    num_rows: int | None = None
+    """Of a table's part that a Dask worker wrote; not known of other files."""
 
     @field_validator("key")
     @classmethod
@@ -67,7 +69,7 @@ class DatasetManifest(Result):
 
     def to_bytes(self) -> bytes:
         """Return it as it is stored."""
-        return to_json(DATASET.stamp(self.model_dump()), indent=1)
+        return to_json(DATASET.stamp(self.model_dump(exclude_none=True)), indent=1)
 
     @property
     def files_key(self) -> str:

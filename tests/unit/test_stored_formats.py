@@ -156,6 +156,9 @@ def test_what_0_1_wrote_is_read(storage: DirectoryStorage) -> None:
     goodput = read_goodput(storage, RUN_ID)
     assert (goodput.num_attempts, goodput.redone_s > 0) == (2, True)
     assert json.loads(read_result(storage, RUN_ID, "notes.json")) == {"steps": 15}
+    dataset = read_manifest(storage, DATASET_ID)
+    assert dataset is not None
+    assert {file.num_rows for file in dataset.files} == {None}
     (record,) = list_records(storage)
     assert (record.state, record.num_steps, len(record.attempts)) == ("completed", 15, 2)
     assert record.evaluation is not None

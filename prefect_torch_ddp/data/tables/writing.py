@@ -51,7 +51,8 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
     key = f"part-{number:06d}-{uuid.uuid4().hex[:8]}.parquet"
     storage.write(f"{files_key}/{key}", content)
     digest = hashlib.sha256(content).hexdigest()
-    return Written((DatasetFile(key=key, num_bytes=len(content), sha256=digest),))
+    file = DatasetFile(key=key, num_bytes=len(content), sha256=digest, num_rows=rows.num_rows)
+    return Written((file,))
 
 
 def _is_number(type_: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
 from prefect_torch_ddp.data import table
+from prefect_torch_ddp.data.dataset_manifest import published_manifest
 from prefect_torch_ddp.data.dataset_store import find_dataset, local_dataset
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -45,6 +46,7 @@ def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
     caplog.set_level(logging.INFO)
     made = publish_computed(client, storage, "d", lazy(part), logger)
     assert made.num_files == 5
+    assert [file.num_rows for file in published_manifest(storage, "d").files] == [100] * 5
     assert rows_of(storage, "d") == EXPECTED
     assert "prepared 6 of 6 partitions" in caplog.text
     again = publish_computed(client, storage, "d", lazy(part, 2), logger)
