@@ -2,7 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -82,6 +82,24 @@ class WholeBatches(Dataset[Any], ABC):
     @abstractmethod
     def batch_of(self, indices: Sequence[int]) -> Any:
         """Return the batch of these samples."""
+
+
+class HasCategories(ABC):
+    """A dataset in which codes stand for texts: not the user's to derive."""
+
+    @property
+    @abstractmethod
+    def categories(self) -> Mapping[str, tuple[str, ...]]:
+        """The values of each category by column name; a value's code is its position."""
+
+
+def categories_of(dataset: object) -> Mapping[str, tuple[str, ...]]:
+    """Return the categories of such a dataset, or of torch's Subset of it; else none.
+
+    In a dataset of others an attribute of that name means something else.
+    """
+    inner = _without_subsets(dataset)[0]
+    return inner.categories if isinstance(inner, HasCategories) else {}
 
 
 def gives_batches(dataset: object) -> bool:

@@ -60,6 +60,8 @@ class ContextAssembly:
         self.requests = Requests()
         self.replay = Replay(CheckpointNumbers(self.progress), config.trains)
         self.tracked: dict[str, Any] = {}
+        self.categories: dict[str, tuple[str, ...]] = {}
+        """Of the tables that were given to `ctx.loader`, by column name: the first one's."""
         self.folder = folder
         if config.is_elastic:
             _ = self.gradients  # from now on torch computes deterministically
@@ -185,9 +187,15 @@ class ContextAssembly:
         """
         if self.info.rank != 0 or self.progress.stopped_by is not None or not self._has("saver"):
             return {}
-        from prefect_torch_ddp.rank.training.outcome import export_tracked  # noqa: PLC0415 - torch
+        from prefect_torch_ddp.rank.training.outcome import (  # noqa: PLC0415 - loads torch
+            categories_on_card,
+            export_tracked,
+        )
 
-        return export_tracked(self.config, self.saver.last, self.tracked, workload, value)
+        about = {"workload": workload, "value": value}
+        if self.categories:
+            about["categories"] = categories_on_card(self.categories)
+        return export_tracked(self.config, self.saver.last, self.tracked, about)
 
     def _close_loops(self, *, failed: bool) -> None:
         if self._has("loop"):

@@ -285,8 +285,11 @@ class RankContext:
             InvalidParamsError: the dataset has no length or no samples, or an argument isn't
                 supported here, such as a sampler; the message names it.
         """
-        from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.data.fetching import categories_of  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415
 
+        for name, values in categories_of(dataset).items():
+            self._assembly.categories.setdefault(name, values)
         return RankLoader(
             dataset,
             global_batch_size=global_batch_size,

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from prefect_torch_ddp.data.fetching import WholeBatches
+from prefect_torch_ddp.data.fetching import HasCategories, WholeBatches
 from prefect_torch_ddp.data.sampler import GlobalBatches, RankShares
 from prefect_torch_ddp.data.shards import ReadByPosition
 from prefect_torch_ddp.data.tables.form import Batch
@@ -18,7 +18,7 @@ from prefect_torch_ddp.data.tables.reader import TableReader
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 
-class Table(ReadByPosition):
+class Table(ReadByPosition, HasCategories):
     """Rows of Parquet files for `ctx.loader`, read window by window in an exact order.
 
     Args:
@@ -51,7 +51,7 @@ class Table(ReadByPosition):
         return TableReader(self.rows, batches, shares, self.shuffle_buffer, shuffle=shuffle)
 
 
-class CopiedTable(WholeBatches):
+class CopiedTable(WholeBatches, HasCategories):
     """Rows of Parquet files in a local copy: a map-style dataset, any row at any time.
 
     Args:

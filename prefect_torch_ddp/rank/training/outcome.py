@@ -1,5 +1,7 @@
 """What a closed training leaves: its last and best checkpoint, and its models for others."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Mapping
@@ -20,6 +22,9 @@ from prefect_torch_ddp.records.hiding import hidden
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
+MOST_CHARACTERS = 50_000
+"""If the values of a category have more, a card has only their digest and the first ones."""
+FIRST_VALUES = 10
 
 
 def checkpoints_of(
@@ -48,12 +53,12 @@ def export_tracked(
     config: RankConfig,
     last: Manifest | None,
     objects: Mapping[str, Any],
-    workload: str,
-    value: Mapping[str, Any],
+    about: Mapping[str, Any],
 ) -> dict[str, str]:
     """Export the models of the checkpoint that is evaluated; return their URIs by name.
 
-    Models are what is called "model", and every module.
+    Models are what is called "model", and every module. `about` is what their cards say besides
+    what the configuration has.
     """
     is_best = config.evaluate_on == "best" and config.checkpoint.best_metric is not None
     chosen = _best_checkpoint(config) if is_best else last
@@ -64,8 +69,13 @@ def export_tracked(
     ]
     if chosen is None or not names:
         return {}
-    about = {**_about(config, workload), "value": value}
+    about = {**about, **_about(config)}
     return export_models(config.storage, chosen, names, config.attempt, about)
+
+
+def categories_on_card(categories: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return what a card says of the texts of tables, in the order of their codes, by column."""
+    return {name: _on_card(values) for name, values in categories.items()}
 
 
 def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | None:
@@ -80,7 +90,7 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
     return found
 
 
-def _about(config: RankConfig, workload: str) -> dict[str, Any]:
+def _about(config: RankConfig) -> dict[str, Any]:
     dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
     shown = {"dataset_id", "digest", "num_files", "num_bytes"}
     about = None if dataset is None else dataset.model_dump(include=shown)
@@ -88,12 +98,20 @@ def _about(config: RankConfig, workload: str) -> dict[str, Any]:
         about["statistics"] = found
     versions = {package: _version(package) for package in PACKAGES}
     return {
-        "workload": workload,
         "options": hidden("", config.options),
         "seed": config.seed,
         "dataset": about,
         "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def _on_card(values: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a card says of the values of a category: all of them, or the first of many."""
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    about = {"num_values": len(values), "sha256": digest}
+    if sum(map(len, values)) > MOST_CHARACTERS:
+        return {**about, "first": values[:FIRST_VALUES]}
+    return {**about, "values": values}
 
 
 def _version(package: str) -> str | None:

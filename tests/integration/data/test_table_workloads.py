@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.generated import PAYMENTS
 from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, train_flow
 
 pytest.importorskip("zarr")
@@ -34,6 +36,13 @@ def trained(workload: str, world_size: int, cluster: ClusterParams, folder: Path
     )
 
 
+def card_of(report: TrainReport) -> dict[str, Any]:
+    """Return the card of the exported model."""
+    weights = Path(report.training.model_uris["model"])
+    card: dict[str, Any] = json.loads(weights.with_suffix(".json").read_bytes())
+    return card
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
@@ -43,9 +52,7 @@ def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
     for hours in (6, 12, 18, 24):
         assert found[f"rmse_{hours}h"] < found[f"persistence_rmse_{hours}h"]
     assert found["rmse_6h"] < 0.6 * found["persistence_rmse_6h"]
-    weights = report.training.model_uris["model"]
-    card = json.loads(Path(weights).with_suffix(".json").read_bytes())
-    statistics = card["dataset"]["statistics"]["height"]
+    statistics = card_of(report)["dataset"]["statistics"]["height"]
     assert statistics["num_values"] == 80 * 32 * 64
     assert 5000 < statistics["mean"] < 5500
     assert statistics["num_not_finite"] == 0
@@ -53,8 +60,10 @@ def test_gridded(world_size, shared: ClusterParams, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_tabular(world_size, shared: ClusterParams, tmp_path: Path) -> None:
-    """Fares are better than the mean fare, tips than the majority, on days never trained on."""
+    """Fares are better than the mean fare, tips than the majority, on days never trained on; the
+    card has the texts of each code."""
     report = trained("tabular", world_size, shared, tmp_path)
+    assert card_of(report)["categories"]["payment"]["values"] == list(PAYMENTS)
     assert report.evaluation.metrics["r2"] > 0.8
     assert report.evaluation.accuracy > report.evaluation.metrics["majority_accuracy"] + 0.02
     assert report.training.value["num_trips"] + report.evaluation.num_samples == 9_820

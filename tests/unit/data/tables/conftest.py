@@ -2,6 +2,5 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = (
-    [] if find_spec("pyarrow") else ["test_table.py", "test_local_copy.py", "parquet_files.py"]
-)
+needs = ["test_table.py", "test_local_copy.py", "test_writing.py", "parquet_files.py"]
+collect_ignore_glob = [] if find_spec("pyarrow") else needs
