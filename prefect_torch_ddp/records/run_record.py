@@ -111,7 +111,7 @@ class RunRecord(Result):
     evaluation: Report | None = None
     """Without the confusion matrix and the worst samples: whole experiments are listed."""
     goodput: Goodput | None = None
-    _unknown: Unknown = PrivateAttr(default_factory=dict)
+    _unknown: Unknown = PrivateAttr(default=())
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Self:

@@ -11,10 +11,10 @@ damaged, so no older one may be taken in its place, and nothing that it names ma
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,8 +28,19 @@ _FORMAT, _VERSION, _SHA256 = "format", "version", "sha256"
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-Unknown = Mapping[tuple[int | str, ...], Any]
-"""Fields that this version doesn't know: what a later one wrote there, by their locations."""
+
+
+class UnknownField(NamedTuple):
+    """A field that this version doesn't know, and what a later one wrote there."""
+
+    location: tuple[int | str, ...]
+    value: Any
+    of: str | None = None
+    """All that is known of the object that has it, as JSON; None: an object that may change. Then
+    it is the whole file or an item of a list."""
+
+
+Unknown = Sequence[UnknownField]
 
 
 @dataclass(frozen=True)
@@ -135,28 +146,41 @@ def build_model(cls: type[M], values: dict[str, Any]) -> tuple[M, Unknown]:
         ValidationError: the values are wrong in another way.
     """
     try:
-        return cls.model_validate(values), {}
+        return cls.model_validate(values), ()
     except ValidationError as error:
         locations = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
-    unknown = {}
-    for location in locations:
-        inner: Any = values
-        for name in location[:-1]:
-            inner = inner[name]
-        unknown[location] = inner.pop(location[-1])
-    return cls.model_validate(values), unknown
+    removed = [(path, _at(values, path[:-1]).pop(path[-1])) for path in locations]
+    model = cls.model_validate(values)
+    known = model.model_dump(mode="json")
+    unknown = []
+    for path, value in removed:
+        may_change = len(path) == 1 or isinstance(path[-2], int)
+        of = None if may_change else json.dumps(_at(known, path[:-1]))
+        unknown.append(UnknownField(path, value, of))
+    return model, unknown
 
 
 def restore_unknown(values: dict[str, Any], unknown: Unknown) -> dict[str, Any]:
-    """Add to a model's values the unknown fields that were read; those of parts now gone go too."""
-    for location, value in unknown.items():
-        inner: Any = values
+    """Add to a model's values the unknown fields that were read.
+
+    Those of an object that is gone, or that another one has replaced, go too.
+    """
+    found = []
+    for each in unknown:
         try:
-            for name in location[:-1]:
-                inner = inner[name]
-            inner.setdefault(location[-1], value)
-        except (LookupError, TypeError, AttributeError):
+            item = _at(values, each.location[:-1])
+        except (LookupError, TypeError):
             continue
+        if isinstance(item, dict) and each.of in (None, json.dumps(item)):
+            found.append((item, each))
+    for item, each in found:
+        item.setdefault(each.location[-1], each.value)
+    return values
+
+
+def _at(values: Any, location: Sequence[int | str]) -> Any:
+    for name in location:
+        values = values[name]
     return values
 
 

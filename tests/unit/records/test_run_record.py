@@ -91,6 +91,27 @@ def test_what_a_later_version_added_is_kept(storage):
     assert (written["later"], written["num_steps"], written["evaluation"]) == ([1], 7, None)
 
 
+def test_what_a_later_version_added_to_a_replaced_object_goes_with_it(storage):
+    """It was said of the old checkpoint; an attempt that ends is the same one."""
+    checkpoint = {"uri": "/store/1", "step": 1, "attempt": 1}
+    attempt = {"attempt": 1, "world_size": 2, "began": BEGAN}
+    first = record(1, checkpoint=checkpoint, attempts=(attempt,))
+    write_record(storage, first)
+    values = json.loads(storage.read(first.key))
+    values["checkpoint"]["later"] = values["attempts"][0]["later"] = values["later"] = 1
+    storage.write(first.key, json.dumps(values).encode())
+    read = read_record(storage, "run-1")
+    ended = AttemptRecord(**attempt, cause="rank 1 failed")
+    newest = {**checkpoint, "uri": "/store/2", "step": 2}
+    for changes, is_kept in (({}, True), ({"checkpoint": newest}, False)):
+        after = record(1, **{"checkpoint": checkpoint, "attempts": (ended,), **changes})
+        after.keep(read.unknown)
+        write_record(storage, after)
+        written = json.loads(storage.read(first.key))
+        assert written["later"] == written["attempts"][0]["later"] == 1
+        assert ("later" in written["checkpoint"]) is is_kept
+
+
 def test_a_newer_format_is_refused_by_name(storage):
     """Every reader of records refuses it, since it may be the run that is looked for."""
     write_record(storage, record(1))
