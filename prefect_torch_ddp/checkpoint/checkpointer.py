@@ -12,9 +12,16 @@ import torch
 
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import OpenFile, close_all
-from prefect_torch_ddp.checkpoint.gather import FATAL, Gatherer, RankMetrics, RankSave, SaveCost
+from prefect_torch_ddp.checkpoint.gather import (
+    FATAL,
+    Gatherer,
+    RankMetric,
+    RankMetrics,
+    RankSave,
+    SaveCost,
+)
 from prefect_torch_ddp.checkpoint.keys import file_key, object_key
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
+from prefect_torch_ddp.checkpoint.manifest import NOT_REPORTED, Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, tell_rank_0
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
@@ -331,6 +338,6 @@ def _state_to_write(name: str, item: Any) -> Any:
 def _of_rank(manifest: Manifest, weights: Mapping[str, int]) -> RankMetrics:
     """Return this rank's metrics, which its manifest has, for the mean over the ranks."""
     return {
-        name: (value, manifest.reports.get(name, (0, 0)), weights.get(name, 0))
+        name: RankMetric(value, manifest.reports.get(name, NOT_REPORTED), weights.get(name, 0))
         for name, value in manifest.metrics.items()
     }

@@ -194,9 +194,7 @@ class Committer:
                 return False
             # Of this attempt's later steps other ranks may have written objects already.
             owner = owner_of(self.run_id, key)
-            return owner is not None and (
-                owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step)
-            )
+            return owner is not None and (owner.attempt, owner.step) < (self._attempt, step)
 
         needed = {
             manifest_key(self.run_id, manifest.step, manifest.attempt) for manifest in manifests

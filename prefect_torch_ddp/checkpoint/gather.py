@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import without_doubles
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, Reported
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, told_by
 from prefect_torch_ddp.checkpoint.shard import uncovered
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
@@ -34,9 +34,17 @@ FATAL = (SupersededError, InvalidParamsError, ReplicasDifferError)
 LOOK_S = 30.0
 """For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 
-RankMetrics = Mapping[str, tuple[float, tuple[int, int], int]]
-"""A rank's newest value of each metric, the interval between checkpoints in which it was reported,
-and its weight: the samples of that step, or 0."""
+
+class RankMetric(NamedTuple):
+    """A rank's newest value of a metric."""
+
+    value: float
+    reported: Reported
+    weight: int
+    """In the mean over the ranks: the samples of that step, or 0."""
+
+
+RankMetrics = Mapping[str, RankMetric]
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +78,8 @@ class RankSave:
         values: dict[str, Any] = json.loads(text)
         objects = [ManifestObject.from_stored(item) for item in values.pop("objects")]
         metrics = {
-            name: (value, (checkpoint, step), weight)
-            for name, (value, (checkpoint, step), weight) in values.pop("metrics").items()
+            name: RankMetric(value, Reported(*reported), weight)
+            for name, (value, reported, weight) in values.pop("metrics").items()
         }
         return cls(**values, metrics=metrics, objects=objects)
 
@@ -180,7 +188,7 @@ class Gatherer:
         _refuse_unequal(saves)
         items = (item for save in saves for item in save.objects)
         objects, doubles = without_doubles(items, manifest.folder)
-        metrics, intervals = _mean_metrics(saves)
+        metrics, reports = _mean_metrics(saves)
         if sketched is not None:
             is_first = not self._resumes and self._committer.last is None
             # A rank without its digests fails the save; leaving it out would compare nothing.
@@ -189,7 +197,7 @@ class Gatherer:
         if manifest.world_size > 1 and self._committer.last is None:
             _refuse_unshared(self._storage, manifest, saves)  # it is shared or it isn't
         self._delete(item.key for item in doubles)
-        return replace(manifest, metrics=metrics, reports=intervals, objects=objects)
+        return replace(manifest, metrics=metrics, reports=reports, objects=objects)
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -233,17 +241,17 @@ def _refuse_unequal(saves: Sequence[RankSave]) -> None:
 
 def _mean_metrics(
     saves: Sequence[RankSave],
-) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+) -> tuple[dict[str, float], dict[str, Reported]]:
     """Return each metric's mean over the ranks that reported it last, and when that was.
 
     By samples, if some are known; otherwise each rank counts the same, as `read_metrics` has it.
     """
     values: dict[str, float] = {}
-    intervals: dict[str, tuple[int, int]] = {}
+    reports: dict[str, Reported] = {}
     for name in dict.fromkeys(name for save in saves for name in save.metrics):
         found = [save.metrics[name] for save in saves if name in save.metrics]
-        last = intervals[name] = max(interval for _value, interval, _weight in found)
-        of_last = [(value, weight) for value, interval, weight in found if interval == last]
+        last = reports[name] = max(each.reported for each in found)
+        of_last = [(each.value, each.weight) for each in found if each.reported == last]
         if not any(weight for _, weight in of_last):
             of_last = [(value, 1) for value, _ in of_last]
         terms = [(value, weight) for value, weight in of_last if weight]
@@ -252,7 +260,7 @@ def _mean_metrics(
         else:
             total = sum(weight for _, weight in terms)
             values[name] = sum(value * weight for value, weight in terms) / total
-    return values, intervals
+    return values, reports
 
 
 def _refuse_unshared(storage: Storage, manifest: Manifest, saves: Sequence[RankSave]) -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from prefect_torch_ddp.checkpoint.attempts import superseded_test
 from prefect_torch_ddp.checkpoint.keys import (
@@ -82,6 +82,17 @@ class ManifestObject:
         return build(cls, {**more, **shard._asdict()})
 
 
+class Reported(NamedTuple):
+    """When a metric was reported, which distinguishes this report from others."""
+
+    checkpoint: int
+    """The number of the next checkpoint."""
+    step: int
+
+
+NOT_REPORTED = Reported(0, 0)
+
+
 @dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint consists of."""
@@ -97,8 +108,8 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The newest values, each the mean over the ranks that reported it last."""
     objects: tuple[ManifestObject, ...] = ()
-    reports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """What tells each metric's report from other ones: the checkpoint that was next, the step."""
+    reports: Mapping[str, Reported] = field(default_factory=dict)
+    """When each metric was reported."""
     sha256: str = field(default="", compare=False, repr=False)
     """Of the manifest that was read, as it says itself; a field of no file."""
 
@@ -140,7 +151,7 @@ class Manifest:
         more: dict[str, Any] = {
             "metrics": {str(name): float(value) for name, value in values["metrics"].items()},
             "objects": tuple(ManifestObject.from_stored(each, where) for each in values["objects"]),
-            "reports": {name: tuple(place) for name, place in values["reports"].items()},
+            "reports": {name: Reported(*at) for name, at in values["reports"].items()},
             "sha256": sha256_in(data),
         }
         return build(cls, {**values, **more})

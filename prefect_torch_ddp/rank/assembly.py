@@ -156,7 +156,7 @@ class ContextAssembly:
                 last = self.saver.last
                 last_saved = None if last is None else last.step
                 own = self.program.step if self._has("program") else None
-                step = self.replay.numbers.done[0] if own is None else own
+                step = self.replay.numbers.step_done if own is None else own
                 self.link.say_stopped(step, progress.stopped_by, last_saved)
         except BaseException:
             failed = True
@@ -168,8 +168,8 @@ class ContextAssembly:
 
     def outcome(self) -> dict[str, Any]:
         """Return counts, checkpoints and the step resumed from, of a closed training."""
-        num_steps, num_epochs = self.replay.numbers.done
-        counts = {"num_steps": num_steps, "num_epochs": num_epochs}
+        numbers = self.replay.numbers
+        counts = {"num_steps": numbers.step_done, "num_epochs": numbers.epoch_done}
         if not self._has("saver"):
             none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
             return {**counts, **none}

@@ -66,7 +66,8 @@ class RunRecorder:
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
         self._is_superseded = self._has_looked_up = False
-        self._said_epoch = 0, 0
+        self._said = 0, 0
+        """The attempt and the epoch of the last event."""
         self.is_last = False
         """Whether the training has ended, and is not tried again."""
         self._has_news = True
@@ -129,7 +130,7 @@ class RunRecorder:
         newest = self._newest
         is_whole = self.record.state == "completed" and newest and newest.step == newest.total_steps
         if newest and is_whole and self._own:
-            self._say_epoch((self._own[-1].attempt, newest.epoch))
+            self._say_epoch(self._own[-1].attempt, newest.epoch)
         if self.is_last:
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
             record, more = self.record, {"report": report} if report else {}
@@ -153,16 +154,17 @@ class RunRecorder:
                 self._has_news = True
                 raise
 
-    def read(self, metrics: Mapping[str, float], epoch: tuple[int, int]) -> None:
+    def read(self, metrics: Mapping[str, float], attempt: int, epoch: int) -> None:
         """Take in what was read from the ranks' records.
 
         Args:
             metrics: the last value of each.
-            epoch: an attempt, and its newest epoch of which all records have been read.
+            attempt: the newest one with records.
+            epoch: its newest one of which all records have been read.
         """
         self._update(metrics=dict(metrics))
-        if self._own and epoch[0] == self._own[-1].attempt:  # not of an earlier task run
-            self._say_epoch(epoch)
+        if self._own and attempt == self._own[-1].attempt:  # not of an earlier task run
+            self._say_epoch(attempt, epoch)
 
     def settle(self, attempt: int, step: int, epoch: int) -> tuple[int, int] | None:
         """Take in where the training was at its end, by what the ranks recorded.
@@ -246,12 +248,12 @@ class RunRecorder:
             if each.attempt == attempt and each.ended is None:
                 self._own[i] = each.model_copy(update=end)
 
-    def _say_epoch(self, epoch: tuple[int, int]) -> None:
+    def _say_epoch(self, attempt: int, epoch: int) -> None:
         with self._lock:
-            is_new = epoch[1] > 0 and epoch > self._said_epoch
-            self._said_epoch = max(epoch, self._said_epoch)
+            is_new = epoch > 0 and (attempt, epoch) > self._said
+            self._said = max((attempt, epoch), self._said)
         if is_new:
-            self._emit("epoch.completed", epoch=epoch[1], metrics=dict(self.record.metrics))
+            self._emit("epoch.completed", epoch=epoch, metrics=dict(self.record.metrics))
 
     def _emit(self, name: str, **payload: Any) -> None:
         last = self._own[-1] if self._own else None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.checkpoint.manifest import Manifest, Reported
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
 from prefect_torch_ddp.storage.formats import build
 
@@ -58,10 +58,15 @@ class CheckpointNumbers:
     """What user code said of its own loop; None once `steps` counts."""
 
     @property
-    def done(self) -> tuple[int, int]:
-        """The steps that were made, and the epochs."""
-        own, progress = self.own_progress, self.progress
-        return (progress.step, progress.position.epoch) if own is None else (own.step, own.epoch)
+    def step_done(self) -> int:
+        """The last step that was made."""
+        return self.progress.step if self.own_progress is None else self.own_progress.step
+
+    @property
+    def epoch_done(self) -> int:
+        """The epoch of that step."""
+        own = self.own_progress
+        return self.progress.position.epoch if own is None else own.epoch
 
     @property
     def current(self) -> int:
@@ -103,15 +108,12 @@ class CheckpointNumbers:
             return self.own_progress.step
         if self.progress.step > 0 or self.progress.share is not None:
             return self.progress.step
-        return self.report_interval[0]
+        return self.reported_now.checkpoint
 
     @property
-    def report_interval(self) -> tuple[int, int]:
-        """Identifies the interval between two checkpoints in which a metric is reported now.
-
-        The number of the next checkpoint, and the step.
-        """
-        return self.current + self.is_saved, self.done[0]
+    def reported_now(self) -> Reported:
+        """When a metric is reported that is reported now."""
+        return Reported(self.current + self.is_saved, self.step_done)
 
     def stored(self) -> dict[str, Any]:
         """Return what a manifest holds as its position."""

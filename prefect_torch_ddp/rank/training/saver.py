@@ -163,7 +163,7 @@ class Saver:
             number = numbers.begin_save()
             self._reporter.mark_checkpoint()
             position = {**numbers.stored(), "folder": folder}
-            at = (self._config.run_id, number, self._config.attempt, numbers.done[1])
+            at = (self._config.run_id, number, self._config.attempt, numbers.epoch_done)
             metrics, reports = self._reporter.newest.of_checkpoint(is_rated=self._info.rank == 0)
             of_all = (position, self._info.world_size, metrics)
             manifest = Manifest(*at, *of_all, reports=reports)

@@ -103,10 +103,14 @@ class Curves:
     last: Mapping[str, float] = field(default_factory=dict)
     """By metric that was reported: the mean over the ranks at its last step. This is the value of
     a metric wherever one is shown, and in the run record."""
-    position: tuple[int, int, int] = (0, 0, 0)
-    """The newest attempt, the last step that a rank of it recorded, and that one's epoch."""
-    read_epoch: tuple[int, int] = (0, 0)
-    """The newest attempt, and its newest epoch of which all records are here; 0 without any."""
+    attempt: int = 0
+    """The newest one; of it are:"""
+    step: int = 0
+    """The last that a rank recorded."""
+    epoch: int = 0
+    """Of that step."""
+    read_epoch: int = 0
+    """The newest of which all records are here; 0: there is none."""
     steps_per_point: int = 1
     """How many steps a point of `values` may be the mean of."""
 
@@ -177,16 +181,17 @@ class MetricCurves:
         reported = [name for name in merged if not name.startswith(MEASURED) and name in values]
         last_values = {name: values[name][-1][1] for name in reported} | self._last(superseded)
         newest = max(attempts, default=0)
-        read_epoch = newest, attempts[newest].num_read_epochs() if attempts else 0
-        position = newest, *(attempts[newest].position() if attempts else (0, 0))
+        step, epoch = attempts[newest].position() if attempts else (0, 0)
         return Curves(
             values,
             epoch_ends,
             resumes,
             num_holes,
             last_values,
-            position,
-            read_epoch,
+            attempt=newest,
+            step=step,
+            epoch=epoch,
+            read_epoch=attempts[newest].num_read_epochs() if attempts else 0,
             steps_per_point=self._width,
         )
 

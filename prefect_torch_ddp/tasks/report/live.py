@@ -215,7 +215,7 @@ class LiveReport:
             self._try("show the run's curves", self._show, curves)
 
     def _show(self, curves: Curves) -> None:
-        self._recorder.read(curves.last, curves.read_epoch)
+        self._recorder.read(curves.last, curves.attempt, curves.read_epoch)
         with self._lock:
             self._training.metrics = dict(curves.last)
             self._has_news = True
@@ -266,7 +266,8 @@ class LiveReport:
 
     def _settle(self) -> None:
         """Have the end shown by what is on record, not by what rank 0 said last."""
-        position = self._recorder.settle(*self._readings.curves.position)
+        curves = self._readings.curves
+        position = self._recorder.settle(curves.attempt, curves.step, curves.epoch)
         if position is not None:
             with self._lock:
                 self._training.settle(*position)

@@ -30,17 +30,17 @@ def test_an_epoch_is_said_with_its_own_metrics(
         run_id="r", experiment="e", workload="w", began=datetime.now(UTC), storage="s"
     )
     recorder = RunRecorder(DirectoryStorage(tmp_path), record)
-    recorder.read({"val_loss": 9.0}, (1, 5))
+    recorder.read({"val_loss": 9.0}, 1, 5)
     recorder.receive(AttemptBegan(2, 2))
-    recorder.read({"val_loss": 9.0}, (1, 5))
+    recorder.read({"val_loss": 9.0}, 1, 5)
     recorder.receive(Progress(4, 1, 8))
     recorder.receive(Progress(5, 2, 8))
-    recorder.read({"val_loss": 0.9}, (2, 0))
-    recorder.read({"val_loss": 0.5}, (2, 1))
-    recorder.read({"val_loss": 0.4}, (2, 1))
+    recorder.read({"val_loss": 0.9}, 2, 0)
+    recorder.read({"val_loss": 0.5}, 2, 1)
+    recorder.read({"val_loss": 0.4}, 2, 1)
     recorder.receive(Progress(8, 2, 8))
     recorder.end(None)
-    recorder.read({"val_loss": 0.3}, (2, 1))
+    recorder.read({"val_loss": 0.3}, 2, 1)
     recorder.flush()
     epochs = [more for name, more in said if name == "epoch.completed"]
     assert [(each["epoch"], each["metrics"]["val_loss"]) for each in epochs] == [(1, 0.5), (2, 0.3)]

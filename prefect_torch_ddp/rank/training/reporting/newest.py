@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from prefect_torch_ddp.checkpoint.manifest import Reported
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
@@ -13,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class NewestMetrics:
-    """The newest value of each metric, with the interval between checkpoints it was reported in."""
+    """The newest value of each metric, and when it was reported."""
 
     def __init__(self, policy: CheckpointParams, numbers: CheckpointNumbers) -> None:
         """Start without any."""
         self._policy = policy
         self._numbers = numbers
         self._values: dict[str, Any] = {}
-        self._intervals: dict[str, tuple[int, int]] = {}
+        self._reports: dict[str, Reported] = {}
         self._weights: dict[str, int] = {}
-        self._rated: tuple[int, int] | None = None
-        """The interval of the best metric's report that the newest checkpoint has."""
+        self._rated: Reported | None = None
+        """The best metric's report that the newest checkpoint has."""
         self._best = -math.inf
         """Of the best metric in this attempt's checkpoints; larger is better."""
         self._has_warned = False
@@ -32,12 +33,10 @@ class NewestMetrics:
         """Take metrics that are reported now, in a step with so many samples of this rank."""
         self._values.update(metrics)
         self._weights.update({name: 0 if is_validation(name) else num_samples for name in metrics})
-        self._intervals.update(dict.fromkeys(metrics, self._numbers.report_interval))
+        self._reports.update(dict.fromkeys(metrics, self._numbers.reported_now))
 
-    def of_checkpoint(
-        self, *, is_rated: bool
-    ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the values, and the interval of each one's report; may wait for the device.
+    def of_checkpoint(self, *, is_rated: bool) -> tuple[dict[str, float], dict[str, Reported]]:
+        """Return the values, and when each was reported; may wait for the device.
 
         Args:
             is_rated: whether this rank's best metric counts.
@@ -45,7 +44,7 @@ class NewestMetrics:
         self._values = {name: float(value) for name, value in self._values.items()}
         if is_rated:
             self._rate(self._policy.best_metric or "")
-        return dict(self._values), dict(self._intervals)
+        return dict(self._values), dict(self._reports)
 
     def weights(self) -> dict[str, int]:
         """Return what each value of this rank counts in the mean over the ranks; 0: as others."""
@@ -53,25 +52,25 @@ class NewestMetrics:
 
     def has_unsaved_best(self) -> bool:
         """Tell whether no checkpoint has the newest value of the best metric."""
-        interval = self._intervals.get(self._policy.best_metric or "")
-        return interval is not None and interval != self._rated
+        report = self._reports.get(self._policy.best_metric or "")
+        return report is not None and report != self._rated
 
-    def restore(self, metrics: Mapping[str, Any], intervals: Mapping[str, tuple[int, int]]) -> None:
+    def restore(self, metrics: Mapping[str, Any], reports: Mapping[str, Reported]) -> None:
         """Start with the metrics of a checkpoint."""
-        self._values, self._intervals = dict(metrics), dict(intervals)
+        self._values, self._reports = dict(metrics), dict(reports)
         self._weights = dict.fromkeys(metrics, 0)
-        self._rated = self._intervals.get(self._policy.best_metric or "")
+        self._rated = self._reports.get(self._policy.best_metric or "")
 
     def _rate(self, metric: str) -> None:
         """Note the best metric of a checkpoint; warn, once, if a best value is of other weights."""
-        if metric not in self._values or self._intervals.get(metric) == self._rated:
+        if metric not in self._values or self._reports.get(metric) == self._rated:
             return
         value = self._values[metric] * (1 if self._policy.best_is == "max" else -1)
-        _, step = self._rated = self._intervals[metric]
+        self._rated = self._reports[metric]
         if not value > self._best:  # nor if it is a nan
             return
         self._best = value
-        now = self._numbers.done[0]
+        step, now = self._rated.step, self._numbers.step_done
         # At 0 it is a baseline of untrained weights, which nobody wants, or of a loop that doesn't
         # say its steps by `ctx.progress`: what it commits may well be what it has validated.
         if 0 < step < now and not self._has_warned:

@@ -186,7 +186,7 @@ class Reporter:
         """
         if self._now:
             self.end_step()
-        if not self._closed and self._info.rank == 0 and self._numbers.done[0] > 0:
+        if not self._closed and self._info.rank == 0 and self._numbers.step_done > 0:
             self._send_progress()  # else what people see would end up to a second too early
         if self._timing is not None and not self._closed:
             self._timing.write(knows_step=False)
