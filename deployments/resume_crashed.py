@@ -5,9 +5,11 @@ Call it again after a change: the automation is replaced, and enabled if it was 
     python deployments/resume_crashed.py train-ddp/nightly
 
 A run is Crashed if its process was killed. A training that failed is Failed, and isn't resumed. The
-new run has the parameters of the crashed one, with `resume_from="latest"` in its `params`: the flow
-has to be train-ddp, or to take its TrainParams as its only parameter, `params`. A second automation
-pauses the first one when the deployment's runs have crashed three times within a day.
+new run has the parameters of the crashed one, but `resume_from="flow-run:<its id>"` in its
+`params`: it continues from the crashed run's newest checkpoint, or begins as that run did if it has
+none. The flow has to be train-ddp, or to take its TrainParams as its only parameter, `params`. A
+second automation pauses the first one when the deployment's runs have crashed three times within a
+day.
 
 With `--lost-after SECONDS`, a third automation sets a run to Crashed if Prefect's server has got no
 heartbeat of it for so long: its machine may have gone down. Each flow run sends a heartbeat every
@@ -40,7 +42,9 @@ HEARTBEAT = "prefect.flow-run.heartbeat"
 SILENT_STATES = ["Completed", "Failed", "Cancelling", "Cancelled", "Crashed", "Paused", "Suspended"]
 """A run in one of these sends no heartbeats, or is none to be resumed."""
 PARAMETER = "params"
-PARAMS = "{{ dict(flow_run.parameters.params or {}, resume_from='latest') | tojson }}"
+PARAMS = (
+    "{{ dict(flow_run.parameters.params or {}, resume_from='flow-run:' ~ flow_run.id) | tojson }}"
+)
 
 
 def register(deployment_name: str, after_s: float, lost_after_s: float | None) -> str:

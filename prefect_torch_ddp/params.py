@@ -345,7 +345,8 @@ class ContextParams(GangParams):
     latest: the newest run that ended unfinished and has a checkpoint, if no later run finished.
     best: the best completed run by `checkpoint.best_metric` (without one, the newest), of which
     only the weights of modules are loaded. If there is no such run, the training starts from the
-    beginning."""
+    beginning. Or `flow-run:ID`, a flow run of Prefect that crashed: its newest checkpoint, or what
+    it was to begin from if it has none."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""

@@ -1,4 +1,4 @@
-"""Which run a new one resumes from: the one that is named, the latest, or the best."""
+"""Which run a new one resumes from: the one that is named or crashed, the latest, or the best."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from itertools import takewhile
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_flow_run_id
@@ -14,9 +15,14 @@ from prefect.utilities.context import get_flow_run_id
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.checkpoint.manifest import list_manifests, ranked
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.protocol import Storage
+
+FLOW_RUN = "flow-run:"
+"""Before the id of a flow run that crashed, and whose training is to be continued or begun again;
+`deployments/resume_crashed.py` writes it."""
 
 
 def resume_point(
@@ -33,10 +39,9 @@ def resume_point(
     reference = params.resume_from
     if reference is None:
         return None
-    if reference in {"latest", "best"}:
+    if reference in {"latest", "best"} or reference.startswith(FLOW_RUN):
         earlier = [each for each in list_records(own, experiment) if each.run_id != run_id]
-        choose = _latest if reference == "latest" else _best
-        found = choose(own, earlier, params)
+        found = _chosen(reference, own, earlier, params)
         words = "resume_from=%r: %s"
         none = (
             f"{experiment} has no such run in {own.uri}, so this one starts from the beginning; to "
@@ -56,6 +61,20 @@ def weights_from(point: ResumePoint | None) -> str | None:
     return point.run_id if point is not None and point.only_weights else None
 
 
+def _chosen(
+    reference: str, own: Storage, earlier: Sequence[RunRecord], params: ContextParams
+) -> ResumePoint | None:
+    if reference == "latest":
+        return _latest(own, earlier, params)
+    if reference == "best":
+        return _best(own, earlier, params)
+    if reference.startswith(FLOW_RUN):
+        return _crashed(reference.removeprefix(FLOW_RUN), own, earlier, params)
+    point = parse_resume_from(reference, own, resolve_storage)
+    point.find()  # it may have been deleted meanwhile
+    return point
+
+
 def _latest(
     own: Storage, earlier: Sequence[RunRecord], params: ContextParams
 ) -> ResumePoint | None:
@@ -68,13 +87,35 @@ def _latest(
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
         began_from = record.parameters.get("resume_from")
-        if began_from == "best":
-            return _best(own, earlier, params)
         if isinstance(began_from, str) and began_from != "latest":
-            point = parse_resume_from(began_from, own, resolve_storage)
-            point.find()  # it may have been deleted meanwhile
-            return point
+            return _chosen(began_from, own, earlier, params)
     return None
+
+
+def _crashed(
+    flow_run_id: str, own: Storage, earlier: Sequence[RunRecord], params: ContextParams
+) -> ResumePoint | None:
+    """Return the newest checkpoint of a flow run, or what it was to begin from if it has none.
+
+    Raises:
+        InvalidParamsError: Prefect has no such flow run.
+    """
+    try:
+        crashed_id = UUID(flow_run_id)
+        with get_client(sync_client=True) as client:
+            crashed = client.read_flow_run(crashed_id)
+            # A flow of the user's own may call train_flow.
+            of_it = FlowRunFilterParentFlowRunId(any_=[crashed_id])
+            inner = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=of_it))
+    except (ValueError, ObjectNotFound) as error:
+        msg = f"resume_from is {FLOW_RUN}{flow_run_id}, but Prefect has no flow run {flow_run_id}"
+        raise InvalidParamsError(msg) from error
+    ids = {str(each.id) for each in (crashed, *inner)}
+    for record in earlier:
+        if record.flow_run_id in ids and list_manifests(own, record.run_id):
+            return ResumePoint(own, record.run_id)
+    began_from = (crashed.parameters.get("params") or {}).get("resume_from")
+    return None if began_from is None else _chosen(began_from, own, earlier, params)
 
 
 def still_trains(record: RunRecord) -> bool:

@@ -152,7 +152,7 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
             return [run for run in runs if run.state is not None and run.state.is_scheduled()]
 
         wait_until(resumed, what="a run that the automation makes")
-        assert resumed()[0].parameters["params"]["resume_from"] == "latest"
+        assert resumed()[0].parameters["params"]["resume_from"] == f"flow-run:{lost.id}"
         name = "lost-train-ddp-lost"
         assert client.read_automations_by_name(name)
         register()
@@ -213,7 +213,7 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
 
         for _ in range(2):  # the second replaces the first
             register()
-        crash()
+        crashed = crash()
         wait_until(resumed, what="a run that the automation makes")
         (first,) = resumed()
         crash()
@@ -223,7 +223,8 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
         wait_until(lambda: not enabled(), what="a paused automation")
         register()
         assert enabled()
-    assert first.parameters == {"params": {**given["params"], "resume_from": "latest"}}
+    expected = {**given["params"], "resume_from": f"flow-run:{crashed.id}"}
+    assert first.parameters == {"params": expected}
 
 
 @flow(name="of-a-user")

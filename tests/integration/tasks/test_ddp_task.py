@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from distributed import LocalCluster
@@ -565,6 +565,68 @@ def test_latest_begins_as_a_run_did_that_ended_before_its_first_checkpoint(
 
     expected = ("unlucky", False) if reference is None else ("base", reference == "best")
     assert resumed() == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "reference", "taken_up"),
+    [
+        ("crashed", None, "crashed"),
+        ("its subflow", None, "crashed"),
+        ("nothing", None, None),
+        ("nothing", "base", "base"),
+        ("nothing", "flow-run", "first"),
+    ],
+)
+def test_a_crashed_flow_run_is_continued_or_begun_again_and_no_other(
+    tmp_path: Path, saved: str, reference: str | None, taken_up: str | None
+) -> None:
+    """Other runs failed before it and after it, which have other parameters."""
+    storage = DirectoryStorage(tmp_path)
+
+    @flow
+    def trains(params: dict[str, Any]) -> None: ...
+
+    @flow
+    def resumed() -> str | None:
+        with get_client(sync_client=True) as client:
+            first = client.create_flow_run(trains, parameters={"params": {}})
+            began_from = f"flow-run:{first.id}" if reference == "flow-run" else reference
+            given = {"params": {"resume_from": began_from}}
+            crashed = client.create_flow_run(trains, parameters=given)
+            inner = client.create_flow_run(trains, parameters={"params": {}})
+            outer = client.create_task_run(
+                task=Task(save_and_fail), flow_run_id=crashed.id, dynamic_key="0"
+            )
+            within = client.create_flow_run(trains, parent_task_run_id=outer.id)
+        owners = {"base": inner, "first": first, "older": inner, "crashed": crashed}
+        if saved == "its subflow":
+            owners["crashed"] = within
+        for day, run_id in enumerate([*owners, "newer"]):
+            params = TaskParams(resume_from=began_from if run_id == "crashed" else None)
+            draft = draft_record(params, run_id, "fit", storage, workload="fit")
+            more = {"state": "failed", "began": draft.began + timedelta(days=day)}
+            owner = owners.get(run_id, inner)
+            write_record(storage, draft.model_copy(update={**more, "flow_run_id": str(owner.id)}))
+            if run_id != "crashed" or saved != "nothing":
+                manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
+                storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())
+        now = TaskParams(resume_from=f"flow-run:{crashed.id}")
+        found = resume_point(now, storage, "tonight", "fit")
+        return found and found.run_id
+
+    assert resumed() == taken_up
+
+
+def test_a_flow_run_that_prefect_does_not_know_is_refused(tmp_path: Path) -> None:
+    """A new training from the beginning would be none that anybody asked for."""
+
+    @flow
+    def resumed(given: str) -> None:
+        resume_point(TaskParams(resume_from=given), DirectoryStorage(tmp_path), "now", "fit")
+
+    for given in (str(uuid4()), "yesterday"):
+        with pytest.raises(InvalidParamsError, match=f"Prefect has no flow run {given}"):
+            resumed(f"flow-run:{given}")
 
 
 def weight_of_a_training(ctx: RankContext, initial: float, fails: bool) -> float:

@@ -140,7 +140,7 @@ def test_a_killed_run_is_resumed_by_the_automation(tmp_path: Path) -> None:
     psutil.Process(int(killed.infrastructure_pid.rpartition(":")[2])).kill()
     wait_until(lambda: newest_flow_run().id != killed.id, what="a run that the automation makes")
     resumed = newest_flow_run()
-    assert resumed.parameters["params"]["resume_from"] == "latest"
+    assert resumed.parameters["params"]["resume_from"] == f"flow-run:{killed.id}"
     wait_until(lambda: not set(pids_in(tmp_path, 2)) & set(ranks), 150)
     (tmp_path / "enough").touch()
     with get_client(sync_client=True) as client:
