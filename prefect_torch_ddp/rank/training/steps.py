@@ -78,6 +78,7 @@ class StepLoop:
         self._num_loops += 1
         if loop == 0:
             self._state.begin()
+            self._warn_of_no_epochs(plan)
         if self._is_over(loop) or progress.has_stopped:
             return
         self._state.enter_call(loop)
@@ -106,6 +107,16 @@ class StepLoop:
         self._end.close(failed=failed)
         if not failed and not self._link.stop_requested():
             self._replay.end(self._num_loops)
+
+    def _warn_of_no_epochs(self, plan: Plan) -> None:
+        """Warn of an interval of epochs if the first call, for most the only one, has none."""
+        every, trains = self._config.checkpoint.every_epochs, self._config.trains
+        if plan.batches is None and every is not None and trains and self._rank == 0:
+            logger.warning(
+                "checkpoint.every_epochs=%d makes no checkpoint here: a call of ctx.steps without "
+                "a loader from ctx.loader has no epochs; use checkpoint.every_steps",
+                every,
+            )
 
     def _is_over(self, loop: int) -> bool:
         """Pass a call that was over before the checkpoint; return whether it was."""

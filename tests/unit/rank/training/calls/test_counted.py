@@ -231,3 +231,20 @@ def test_a_batch_larger_than_the_dataset_is_warned_of(
     assert all(
         "is 9 and the dataset has 8 samples: each epoch is a single" in line for line in lines
     )
+
+
+@pytest.mark.parametrize("kind", ["counted", "over theirs", "over ours", "on no epoch", "later"])
+def test_an_interval_of_epochs_that_a_call_does_not_have_is_warned_of(
+    caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Once for a training whose first call has none: no checkpoint would come by it."""
+    policy = CheckpointParams(every_epochs=None if kind == "on no epoch" else 1)
+    with RankContext.local(checkpoint=policy) as ctx, caplog.at_level(logging.WARNING):
+        if kind in {"over ours", "later"}:
+            assert len(list(steps_over(ctx))) == 4
+        for _ in range(2):
+            if kind != "over ours":
+                assert len(list(ctx.steps([1, 2] if kind == "over theirs" else None, total=3))) == 3
+    lines = [line for line in caplog.messages if "checkpoint.every_epochs" in line]
+    assert len(lines) == (kind in {"counted", "over theirs"})
+    assert all("a loader from ctx.loader has no epochs" in line for line in lines)
