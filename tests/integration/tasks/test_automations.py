@@ -80,6 +80,13 @@ def trains(params: dict[str, Any]) -> None:
     """Have a deployment; no worker runs it here."""
 
 
+def deployed(name: str) -> UUID:
+    """Make a deployment of that flow, which knows its parameters."""
+    made = trains.to_deployment(name).apply()
+    assert isinstance(made, UUID)
+    return made
+
+
 FLOW_FOR_EVER = """
 import sys
 from pathlib import Path
@@ -127,7 +134,7 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
         )
 
     with get_client(sync_client=True) as client:
-        deployment_id = client.create_deployment(client.create_flow(trains), "lost")
+        deployment_id = deployed("lost")
         assert "give at least 60" in register("--lost-after", "59").stderr
         assert "invalid seconds value: 'nan'" in register("--lost-after", "nan").stderr
         assert "for 60 s counts as crashed" in register("--lost-after", "60").stdout
@@ -165,7 +172,7 @@ def test_a_run_that_sends_heartbeats_is_left_alone(tmp_path: Path) -> None:
     environment = {**os.environ, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     command = [sys.executable, "deployments/resume_crashed.py", "train-ddp/alive"]
     with get_client(sync_client=True) as client:
-        deployment_id = client.create_deployment(client.create_flow(trains), "alive")
+        deployment_id = deployed("alive")
         register = [*command, "--lost-after", "60"]
         subprocess.run(register, cwd=ROOT, env=environment, check=True, timeout=120)
         given = {"params": {"world_size": 3}}
@@ -188,8 +195,7 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
     """
     given = {"params": {"world_size": 3, "options": {"epochs": 2}, "resume_from": None}}
     with get_client(sync_client=True) as client:
-        flow_id = client.create_flow(trains)
-        deployment_id = client.create_deployment(flow_id, "crashing")
+        deployment_id = deployed("crashing")
         of_it = DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id]))
 
         def register() -> None:
