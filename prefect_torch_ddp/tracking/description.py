@@ -1,5 +1,6 @@
 """A run record's beginning and end: what was given, without secrets, and what was evaluated."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -124,15 +125,19 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_value(value: Any, name: str = "") -> Any:
-    """Return one value as `plain_values` does."""
+    """Return one value as `plain_values` does; a long one with a digest, which tells two apart."""
+    # Sets of texts have another order in each process.
+    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     try:
-        plain = to_jsonable_python(value, fallback=_type_name, inf_nan_mode="strings")
-        is_long = len(to_json(plain)) > MAX_CHARACTERS
+        plain = to_jsonable_python(ordered, fallback=_type_name, inf_nan_mode="strings")
+        as_json = to_json(plain)
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
-        is_long = True
-    return _type_name(value) if is_long else hidden(name, plain)
+        return _type_name(value)
+    if len(as_json) > MAX_CHARACTERS:
+        return _type_name(value, f", {hashlib.sha256(as_json).hexdigest()[:8]}")
+    return hidden(name, plain)
 
 
-def _type_name(value: Any) -> str:
+def _type_name(value: Any, digest: str = "") -> str:
     size = f" of {len(value)}" if isinstance(value, str | bytes | list | tuple | dict) else ""
-    return f"{LEFT_OUT}{type(value).__qualname__}{size})"
+    return f"{LEFT_OUT}{type(value).__qualname__}{size}{digest})"

@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from prefect_torch_ddp.records.run_record import (
     write_record,
 )
 from prefect_torch_ddp.results import DatasetReport, Report
+from prefect_torch_ddp.tracking.description import plain_values
 from tests.support.formats import NEWER, rewrite
 
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
@@ -186,6 +189,18 @@ def test_two_runs_are_compared_by_what_differs_and_by_their_results(storage):
     assert rows["results", "accuracy"] == (None, 0.5)
     with pytest.raises(InvalidParamsError, match="twice"):
         compare_runs(storage, "run-1", "run-1")
+
+
+def test_two_runs_differ_by_values_too_long_to_be_kept(storage: DirectoryStorage) -> None:
+    """A short digest tells them apart, and is the same for equal ones, also of sets."""
+    long, ordered = list(range(2_000)), [f"class_{each}" for each in range(500)]
+    given: dict[str, Any] = {"same": long, "rows": long, "text": "a" * 3_000, "sets": set(ordered)}
+    changed = {"rows": [*long[:-1], 7], "text": "b" * 3_000, "sets": {*ordered[250:], *ordered}}
+    for night, values in enumerate((given, {**given, **changed})):
+        write_record(storage, record(night, options=plain_values(values)))
+    table = compare_runs(storage, "run-0", "run-1").loc["options"]
+    assert list(table.index) == ["rows", "text"]
+    assert re.fullmatch(r"\(not on record: list of 2000, [0-9a-f]{8}\)", table["run-0"]["rows"])
 
 
 def test_a_metric_of_an_evaluation_takes_no_column(storage: DirectoryStorage) -> None:
