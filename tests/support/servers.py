@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from prefect_torch_ddp.server import server_environment
 from tests.support.ports import free_port
-from tests.support.waiting import HANG_S, becomes_true
+from tests.support.waiting import HANG_S, becomes_true, wait_until
 
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
@@ -183,6 +184,29 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
 
     with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
         yield server
+
+
+@pytest.fixture(
+    scope="session",
+    params=["s3_server", pytest.param("ceph_server", marks=pytest.mark.extended)],
+    ids=["moto", "ceph"],
+)
+def bucket_server(request: pytest.FixtureRequest) -> "S3Server":
+    """Give each kind of S3 server, Ceph only in the tests marked `extended`."""
+    server: S3Server = request.getfixturevalue(request.param)
+    return server
+
+
+@pytest.fixture
+def chain_bucket_server(
+    bucket_server: "S3Server", monkeypatch: pytest.MonkeyPatch
+) -> "Iterator[S3Server]":
+    """Have the AWS chain of this process find the server, until nothing reads ahead any more: that
+    would otherwise connect anew."""
+    for name, value in bucket_server.environment().items():
+        monkeypatch.setenv(name, value)
+    yield bucket_server
+    wait_until(lambda: "ptd-table" not in [thread.name for thread in threading.enumerate()])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.killed import check_killed_and_resumed, train_or_die
 from tests.support.ranks import config_for, train_on
+from tests.support.s3_server import S3Server
 from tests.unit.data.arrays.array_files import walk, weather
 
 pytest.importorskip("zarr")
@@ -42,20 +43,25 @@ def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, 
     return train_or_die(ctx, loader, net, loss_of, kill_at)
 
 
-@pytest.fixture
-def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
-    """Give the same Zarr group in a folder, format 2, and in a bucket, format 3."""
+def in_both(tmp_path: Path, server: S3Server) -> dict[str, Storage]:
+    """Write the same Zarr group into a folder, format 2, and into a bucket, format 3."""
     for zarr_format in (2, 3):
         weather().to_zarr(
             tmp_path / f"format_{zarr_format}" / "weather.zarr",
             zarr_format=zarr_format,
             encoding={"t2m": {"chunks": (4, 3, 6)}},
         )
-    bucket = s3_server.storage()
+    bucket = server.storage()
     folder = DirectoryStorage(tmp_path / "format_3")
     for item in folder.list():
         bucket.write(item.key, folder.read(item.key))
     return {"directory": DirectoryStorage(tmp_path / "format_2"), "s3": bucket}
+
+
+@pytest.fixture
+def storages(tmp_path: Path, s3_server: S3Server) -> dict[str, Storage]:
+    """Give the same Zarr group in a folder and in a bucket."""
+    return in_both(tmp_path, s3_server)
 
 
 @pytest.mark.long
@@ -84,15 +90,13 @@ def test_with_elastic_determinism_the_ranks_of_arrays_may_change(storages, tmp_p
     assert read_ledger(DirectoryStorage(tmp_path / "runs"), "run").is_clean
 
 
-def test_a_bucket_gives_the_samples_of_a_folder(storages, s3_server, monkeypatch) -> None:
+def test_a_bucket_gives_the_samples_of_a_folder(tmp_path, chain_bucket_server, monkeypatch) -> None:
     """A storage with its credentials and an s3:// URI give a folder's batches, on 1 and 2 ranks."""
     monkeypatch.setattr(array_axes, "PIECE_BYTES", 1)
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
     options = {"numbered": True, "shuffle_buffer": 40, **CUT}
-    folder, bucket = storages["directory"], storages["s3"]
+    folder, bucket = in_both(tmp_path, chain_bucket_server).values()
     expected = walk(array("weather.zarr", storage=folder, **options), BATCH, 1)
-    uri, endpoint = f"{bucket.uri}/weather.zarr", s3_server.endpoint_url
+    uri, endpoint = f"{bucket.uri}/weather.zarr", chain_bucket_server.endpoint_url
     for samples in (
         array("weather.zarr", storage=bucket, **options),
         array(uri, endpoint_url=endpoint, **options),

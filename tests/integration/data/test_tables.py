@@ -17,6 +17,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.killed import check_killed_and_resumed, train_or_die
 from tests.support.ranks import config_for, train_on
+from tests.support.s3_server import S3Server
 from tests.unit.data.tables.parquet_files import noisy_batches, numbered, walk, write
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,14 +40,19 @@ def train(ctx: RankContext, storage: Storage, kill_at: int | None) -> dict[str, 
     return train_or_die(ctx, ctx.loader(rows, global_batch_size=BATCH), net, loss_of, kill_at)
 
 
-@pytest.fixture
-def storages(tmp_path: Path, s3_server: Any) -> dict[str, Storage]:
-    """Give the same table in a folder and in a bucket."""
+def in_both(tmp_path: Path, server: S3Server) -> dict[str, Storage]:
+    """Write the same table into a folder and into a bucket."""
     folder = DirectoryStorage(numbered(tmp_path / "table", SIZES, 5))
-    bucket = s3_server.storage()
+    bucket = server.storage()
     for item in folder.list():
         bucket.write(item.key, folder.read(item.key))
     return {"directory": folder, "s3": bucket}
+
+
+@pytest.fixture
+def storages(tmp_path: Path, s3_server: S3Server) -> dict[str, Storage]:
+    """Give the same table in a folder and in a bucket."""
+    return in_both(tmp_path, s3_server)
 
 
 @pytest.mark.extended
@@ -74,14 +80,12 @@ def test_with_elastic_determinism_the_number_of_ranks_doesnt_matter(storages, tm
     assert read_ledger(DirectoryStorage(tmp_path / "runs"), "run").is_clean
 
 
-def test_a_bucket_gives_the_batches_of_a_folder(storages, s3_server, monkeypatch) -> None:
+def test_a_bucket_gives_the_batches_of_a_folder(tmp_path, chain_bucket_server, monkeypatch) -> None:
     """A storage and an s3:// URI give a folder's batches, also with filters, by range reads."""
     monkeypatch.setattr(tables_pieces, "PIECE_ROWS", 8)
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
-    folder, bucket = storages["directory"], storages["s3"]
+    folder, bucket = in_both(tmp_path, chain_bucket_server).values()
     expected = walk(table(folder, shuffle_buffer=32), BATCH, 1)
-    uri = {"endpoint_url": s3_server.endpoint_url}
+    uri = {"endpoint_url": chain_bucket_server.endpoint_url}
     for rows in (
         table(bucket, shuffle_buffer=32),
         table(bucket.uri, shuffle_buffer=32, **uri),
@@ -93,12 +97,12 @@ def test_a_bucket_gives_the_batches_of_a_folder(storages, s3_server, monkeypatch
     assert walk(few[0], BATCH, 2) == walk(few[1], BATCH, 1)
 
 
-def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(s3_server, tmp_path) -> None:
+def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(bucket_server, tmp_path) -> None:
     """Unwanted columns aren't read."""
     generator = np.random.default_rng(0)
     wide = {f"c{i}": pa.array(generator.random(60_000)) for i in range(8)}
     write(tmp_path / "wide.parquet", {"number": list(range(60_000)), **wide})
-    bucket = s3_server.storage()
+    bucket = bucket_server.storage()
     bucket.write("wide.parquet", (tmp_path / "wide.parquet").read_bytes())
     rows = table(bucket, ["c7", "number"])
     ranges = list(rows.rows.files[0]._ranges(range(1), {"c7", "number"}))

@@ -13,8 +13,17 @@ def client(dask_cluster):
         yield client
 
 
-@pytest.fixture(params=["directory", "s3"])
-def storage(request, s3_server, tmp_path, monkeypatch):
+CEPH = pytest.param("ceph_server", marks=pytest.mark.extended, id="ceph")
+
+
+@pytest.fixture(scope="session", params=["directory", pytest.param("s3_server", id="s3"), CEPH])
+def server(request):
+    """Give an S3 server of each kind, or None for a directory. Servers are older than the test."""
+    return None if request.param == "directory" else request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def storage(server, tmp_path, monkeypatch):
     """Give an empty storage of each kind, and caches of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    return DirectoryStorage(tmp_path) if request.param == "directory" else s3_server.storage()
+    return DirectoryStorage(tmp_path) if server is None else server.storage()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import dask.dataframe as dd
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -57,13 +58,21 @@ class Counted(Readable):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "group"), [([30, 0, 25], 1), ([40, 33, 0, 60], 10), ([50_000, 100_001], 100_000)]
+    ("sizes", "group"),
+    [
+        ([30, 0, 25], 1),
+        ([40, 33, 0, 60], 10),
+        ([50_000, 100_001], 100_000),
+        ([130_000, 60_000], 122_880),
+        ([50_000, 1_000_001], 1_000_000),
+    ],
 )
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_row_once_in_the_same_global_batches_on_any_number_of_ranks(
     sizes, group, shuffle, tmp_path, request
 ) -> None:
-    """Row groups of 1, 10 and 100,000 rows, and a file without any; from any batch on."""
+    """Row groups of 1, 10 and 100,000 rows, of DuckDB's size and of pyarrow's, and a file without
+    any; from any batch on."""
     if group < 100:
         request.getfixturevalue("small_pieces")
     rows = table(numbered(tmp_path, sizes, group), shuffle_buffer=32 if group < 100 else 131_072)
@@ -368,6 +377,29 @@ def test_files_are_found_in_folders_lists_and_by_name(tmp_path) -> None:
             table(where)
     with pytest.raises(InvalidParamsError, match="empty list"):
         table([])
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # which Dask uses
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"write_metadata_file": True}, {"write_index": False, "row_group_size": 7}],
+    ids=["plain", "with _metadata", "small row groups"],
+)
+def test_a_folder_that_dask_wrote_is_a_table(how, tmp_path) -> None:
+    """Without its index and its _metadata; parts may have no rows, but not all of them."""
+    frame = pd.DataFrame({"number": range(300), "kind": pd.Categorical(["a", "b"] * 150)})
+    parts = dd.from_pandas(frame, npartitions=12)
+    how = {**how, "compute_kwargs": {"scheduler": "sync"}}
+    parts[(parts.number < 60) | (parts.number >= 150)].to_parquet(str(tmp_path / "t"), **how)
+    rows = table(tmp_path / "t", categories=["kind"])
+    batch = only_batch(rows)
+    assert list(batch) == ["number", "kind"]
+    assert torch.equal(batch["kind"], batch["number"] % 2)
+    assert sorted(batch["number"].tolist()) == [*range(60), *range(150, 300)]
+    assert sorted(walk_numbers(rows, 2)) == [*range(60), *range(150, 300)]
+    parts[parts.number < 0].to_parquet(str(tmp_path / "none"), **how)
+    with pytest.raises(InvalidParamsError, match=r"12 files .*none/part\.0\.parquet .* no row"):
+        table(tmp_path / "none", ["number"])
 
 
 def test_a_file_that_is_no_parquet_or_was_replaced_is_named(tmp_path) -> None:
