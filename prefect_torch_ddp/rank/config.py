@@ -28,10 +28,8 @@ class RankConfig:
     checkpoint: CheckpointParams = field(default_factory=CheckpointParams)
     resume_from: ResumePoint | None = None
     """Where to take the first checkpoint from when this run has none of its own."""
-    restore_step: int | None = None
-    """In the evaluate stage: the step of the checkpoint to restore; None: the newest."""
-    restore_attempt: int | None = None
-    """Who made it; None: the newest attempt whose checkpoint of that step counts."""
+    restore: ResumePoint | None = None
+    """In the evaluate stage: the checkpoint to restore; None: the run's newest."""
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
     determinism: Determinism = "default"

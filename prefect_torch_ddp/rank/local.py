@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
-from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
@@ -81,11 +81,13 @@ def local_assembly(
             "resume_from='<run>/checkpoints/step-...'"
         )
         raise InvalidParamsError(msg)
-    temporary = None
+    step, temporary = config.pop("restore_step", None), None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
         storage = temporary.name
     where = storage_at(storage)
+    if step is not None:
+        config["restore"] = ResumePoint(where, config["run_id"], step)
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
     if "source" in config:

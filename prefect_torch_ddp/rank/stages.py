@@ -84,8 +84,8 @@ def run_stage(
         current_link().send(FunctionEnded(NO_RANK))
         if config.stage == "evaluate":
             report = _report(value, workload)
-            if config.restore_step is not None and assembly.left:
-                logger.warning(LEFT, config.restore_step)
+            if config.restore is not None and assembly.left:
+                logger.warning(LEFT, config.restore.step)
             return report
         plain = _plain_values(value, workload)
     uris = assembly.export_models(workload, plain)

@@ -3,6 +3,7 @@
 from prefect import task
 from prefect.logging import get_run_logger
 
+from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
@@ -42,7 +43,8 @@ def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
 
 
 def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
-    config = run.rank_config("evaluate", checkpoint.attempt, restore_step=checkpoint.step)
+    chosen = CheckpointId(checkpoint.step, checkpoint.attempt)
+    config = run.rank_config("evaluate", checkpoint.attempt, restore=chosen)
     logs = f"logs/evaluate/step-{checkpoint.step:08d}"
     report = Report.model_validate(run_stage(run, config, world_size, logs))
     scores = {"accuracy": report.accuracy, "loss": report.loss, **report.metrics}

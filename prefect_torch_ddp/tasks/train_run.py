@@ -9,6 +9,7 @@ from uuid import UUID
 from prefect.context import FlowRunContext
 
 from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
+from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
@@ -100,9 +101,9 @@ class Run:
         return cls(point.run_id, params, own, dataset_id, experiment, source=source), point
 
     def rank_config(
-        self, stage: Stage, attempt: int, restore_step: int | None = None
+        self, stage: Stage, attempt: int, restore: CheckpointId | None = None
     ) -> RankConfig:
-        """Describe the context of one stage's ranks; a checkpoint to restore is this attempt's."""
+        """Describe the context of one stage's ranks, of an evaluation with what it restores."""
         params = self.params
         config = partial(
             rank_config, params, self.run_id, attempt, stage, self.storage, source=self.source
@@ -115,8 +116,7 @@ class Run:
             dataset_id=self.dataset_id,
             options={**params.data_options, **params.options},
             resume_from=self.resume_from if stage == "train" else None,
-            restore_step=restore_step,
-            restore_attempt=None if restore_step is None else attempt,
+            restore=restore and ResumePoint(self.storage, self.run_id, *restore),
             evaluate_on=params.evaluate_on,
         )
 

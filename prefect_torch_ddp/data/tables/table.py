@@ -108,7 +108,12 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         msg = "shuffle_buffer has no effect with local_copy, which shuffles all rows: leave it out"
         raise InvalidParamsError(msg)
     # They load pyarrow.
-    from prefect_torch_ddp.data.tables import choices, dataset, parquet_files, pieces  # noqa: PLC0415
+    from prefect_torch_ddp.data.tables import (  # noqa: PLC0415
+        choices,
+        dataset,
+        parquet_files,
+        pieces,
+    )
     from prefect_torch_ddp.data.tables.local_copy import open_copy  # noqa: PLC0415
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}

@@ -245,8 +245,7 @@ class TrainingState:
         config = self._config
         own = ResumePoint(config.storage, config.run_id)
         if config.stage == "evaluate":
-            at = (config.run_id, config.restore_step, config.restore_attempt)
-            restorer = Restorer(config.storage, ResumePoint(config.storage, *at).manifest())
+            restorer = Restorer(config.storage, (config.restore or own).manifest())
         else:
             store = self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
             if self._info.rank == 0:

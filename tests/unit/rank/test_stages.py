@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
@@ -94,7 +95,9 @@ def test_an_evaluation_of_another_model_is_warned_of(
         ctx.checkpoint(force=True)
 
     run_with_context(config(tmp_path, "train"), make)
-    chosen = replace(config(tmp_path, "evaluate"), restore_step=0, restore_attempt=1)
+    evaluates = config(tmp_path, "evaluate")
+    point = ResumePoint(evaluates.storage, evaluates.run_id, step=0, attempt=1)
+    chosen = replace(evaluates, restore=point)
     says = "evaluate restored no model of the checkpoint of step 0"
     for tracks, is_warned in [({}, True), ({"model": nn.Linear(1, 1)}, False)]:
 
