@@ -148,9 +148,20 @@ class Report(Result):
     at most, and the first 4,000 characters of each."""
 
     @property
+    def scores(self) -> dict[str, float]:
+        """The accuracy, the loss and all metrics by name.
+
+        If there is a loss, a metric that is also named `loss` is `metric.loss`.
+        """
+        fixed = {"accuracy": self.accuracy, "loss": self.loss}
+        found = {name: value for name, value in fixed.items() if value is not None}
+        names = {name: f"metric.{name}" if name in found else name for name in self.metrics}
+        return found | {names[name]: value for name, value in self.metrics.items()}
+
+    @property
     def score(self) -> str:
         """The numbers in a line: `accuracy 0.9833, loss 0.05214 on 360 samples`."""
-        values = values_in_words({"accuracy": self.accuracy, "loss": self.loss, **self.metrics})
+        values = values_in_words(self.scores)
         samples = count(self.num_samples, "sample")
         return f"{values} on {samples}" if values else samples
 

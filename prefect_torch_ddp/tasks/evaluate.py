@@ -5,7 +5,7 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary
+from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary, values_in_words
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
@@ -47,9 +47,7 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
     config = run.rank_config("evaluate", checkpoint.attempt, restore=chosen)
     logs = f"logs/evaluate/step-{checkpoint.step:08d}"
     report = Report.model_validate(run_stage(run, config, world_size, logs))
-    scores = {"accuracy": report.accuracy, "loss": report.loss, **report.metrics}
-    shown = [f"{name} {score:.4g}" for name, score in scores.items() if score is not None]
     words = "evaluated step %d on %d samples: %s"
-    found = ", ".join(shown) or "no score"
+    found = values_in_words(report.scores) or "no score"
     get_run_logger().info(words, checkpoint.step, report.num_samples, found)
     return report

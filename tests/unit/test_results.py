@@ -1,6 +1,11 @@
 """What `print` and a notebook show of a result."""
 
+from datetime import UTC, datetime
+
 from prefect_torch_ddp import Report
+from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.tasks.report.page.last_and_best import _values
+from prefect_torch_ddp.tracking.trackers.facts import evaluated
 from tests.support.pages import LAST, MODEL, RUN, TRAINING, evaluation, report
 
 URL = "http://127.0.0.1:4200/runs/flow-run/1?a=1&b=2"
@@ -39,3 +44,15 @@ def test_an_evaluation_prints_its_score_and_its_worst_class() -> None:
     """Without its matrix and its pictures."""
     assert str(Report(num_samples=1)) == "score       1 sample"
     assert str(evaluation()).splitlines()[1] == "worst class cat: F1 0.8571 of 4"
+
+
+def test_a_metric_named_like_a_fixed_score_hides_it_nowhere() -> None:
+    """It has a prefix beside the fixed one; without that one it keeps its name."""
+    both = Report(num_samples=8, accuracy=0.75, metrics={"accuracy": 0.5, "loss": 2.0, "mae": 1.0})
+    expected = {"accuracy": 0.75, "metric.accuracy": 0.5, "loss": 2.0, "mae": 1.0}
+    assert both.scores == expected
+    assert both.score == "accuracy 0.75, metric.accuracy 0.5, loss 2, mae 1 on 8 samples"
+    names = {"run_id": "r", "experiment": "e", "workload": "w", "storage": "s"}
+    record = RunRecord(**names, began=datetime.now(UTC), evaluation=both)
+    assert evaluated(record) == {f"evaluation/{name}": value for name, value in expected.items()}
+    assert _values(both) == expected

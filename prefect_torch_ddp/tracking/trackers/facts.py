@@ -20,11 +20,8 @@ def given(record: RunRecord) -> Mapping[str, Any]:
 
 def evaluated(record: RunRecord) -> dict[str, float]:
     """Return what the evaluation measured, by names that begin with `evaluation/`; {}: nothing."""
-    found = record.evaluation
-    if found is None:
-        return {}
-    measured = {"accuracy": found.accuracy, "loss": found.loss, **found.metrics}
-    return {f"evaluation/{name}": value for name, value in measured.items() if value is not None}
+    scores = {} if record.evaluation is None else record.evaluation.scores
+    return {f"evaluation/{name}": value for name, value in scores.items()}
 
 
 def facts(record: RunRecord) -> dict[str, str]:

@@ -136,10 +136,6 @@ def _change(by: float, better: Direction | None) -> str:
 
 
 def _values(evaluation: Report) -> dict[str, float]:
-    found = {"accuracy": evaluation.accuracy, "loss": evaluation.loss, **evaluation.metrics}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None
-        and not name.startswith(("num_", "non_finite_"))  # neither good nor bad
-    }
+    # Neither good nor bad.
+    counts = "num_", "non_finite_"
+    return {n: value for n, value in evaluation.scores.items() if not n.startswith(counts)}
