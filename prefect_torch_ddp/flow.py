@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect import Task, flow
@@ -13,7 +14,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
-from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
+from prefect_torch_ddp.results import Report, TrainReport
 from prefect_torch_ddp.server import flow_server
 from prefect_torch_ddp.tasks.clusters.current import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
@@ -29,6 +30,11 @@ from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 DEFAULTS = TrainParams()
 OURS_GRACE_S = 5.0
 OTHERS_GRACE_S = 25.0
+PREPARED_AGAIN = "the data is prepared again"
+RESUMED = "the training is submitted again and resumes from its newest checkpoint"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 # Its futures are PrefectDaskFutures.
@@ -115,12 +121,12 @@ def _run(run: Run) -> TrainReport:
             prepare_now(run)  # a result that Prefect kept may describe deleted data
             dataset = there
         else:
-            dataset = on_worker(prepare_now, params, run)
+            dataset = _resubmitted(PREPARED_AGAIN, prepare_now, params, run)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         with trackers_fed(params, run.storage, run.experiment):
-            training = _train(train_now, run, dataset)
+            training = _resubmitted(RESUMED, train_now, params, run, dataset)
             checkpoint = chosen_checkpoint(run, training)
             evaluation = on_worker(evaluate, params, run, checkpoint, training.world_size)
             found = run, dataset, training, evaluation, checkpoint
@@ -146,21 +152,20 @@ def _served(params: TrainParams) -> Iterator[None]:
         yield
 
 
-def _train(
-    task: Task[[Run, DatasetReport], TrainingSummary], run: Run, dataset: DatasetReport
-) -> TrainingSummary:
+def _resubmitted(
+    then: str, task: Task[P, R], params: TrainParams, *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Run a task on a Dask worker, and again if it is lost; `then` is what the log says of that."""
     # A Dask worker that dies under the task itself is out of reach of Prefect's retries, and costs
     # one of them all the same.
-    left = run.params.retries
+    left = params.retries
     while True:
         try:
-            return on_worker(task, run.params, run, dataset)
+            return on_worker(task, params, *args, **kwargs)
         except TASK_LOSS_ERRORS as error:
             # A cluster that is lost may take a minute to tell: not asked in vain.
             loss = TaskLoss(error, cluster_lives=left > 0 and cluster_lives())
             if decide(loss, None, left).action is Action.RAISE:
                 raise
             left -= 1
-            get_run_logger().warning(
-                "%s; the training is submitted again and resumes from its newest checkpoint", error
-            )
+            get_run_logger().warning("%s; %s", error, then)

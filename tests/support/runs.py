@@ -122,12 +122,12 @@ def states_passed(flow_run_id: UUID, task: str = "train") -> list[str]:
     return [name for name, _ in states if name not in ("Pending", "Running")]
 
 
-def train_states(flow_run_id: UUID) -> list[str]:
-    """Return the last states of all task runs of train."""
+def train_states(flow_run_id: UUID, task: str = "train") -> list[str]:
+    """Return the last states of all task runs of train, or of another task."""
     with get_client(sync_client=True) as client:
         where = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
         runs = client.read_task_runs(flow_run_filter=where)
-    return sorted(run.state_name or "" for run in runs if run.name.startswith("train"))
+    return sorted(run.state_name or "" for run in runs if run.name.startswith(task))
 
 
 def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:

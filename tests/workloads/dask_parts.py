@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tests.support.waiting import wait_until
+from tests.workloads import write_pid
 
 NUM_ROWS = 100
 META = {"number": "int64", "half": "float32", "kind": "object"}
@@ -27,8 +28,8 @@ def part(number: int, dies_in: str | None = None) -> pd.DataFrame:
 
 
 def held_part(number: int, folder: str) -> pd.DataFrame:
-    """Leave a mark `begun-<number>`; return a partition once the folder has a file `release`."""
-    (Path(folder) / f"begun-{number}").touch()
+    """Leave the pid in `begun-<number>`; return a partition once the folder has `release`."""
+    write_pid(folder, f"begun-{number}")
     wait_until((Path(folder) / "release").exists)
     return part(number)
 

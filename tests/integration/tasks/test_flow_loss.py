@@ -21,7 +21,7 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.errors import SupervisorLostError
-from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
+from tests.support.runs import flow_run_id_of, newest_flow_run, train_states, wait_until_said
 from tests.support.separate_cluster import SeparateCluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import write_pid
@@ -61,6 +61,35 @@ def lose_the_worker_of_the_train_task(tmp_path: Path, how: str) -> None:
 def test_the_worker_of_the_train_task_is_lost(tmp_path: Path) -> None:
     """The train task's own Dask worker gets SIGKILL; chaos stops it instead."""
     lose_the_worker_of_the_train_task(tmp_path, "kill_grandparent")
+
+
+def test_the_worker_of_the_prepare_task_is_lost(tmp_path: Path) -> None:
+    """It gets SIGKILL while Dask computes the dataset, which is then prepared again."""
+    params = TrainParams(
+        workload="tests.workloads.dask_table",
+        storage=str(tmp_path / "store"),
+        world_size=1,
+        data_options={"hold": str(tmp_path)},
+        retries=1,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(_kill_only_worker, tmp_path)
+        report = train_flow(params)
+        killing.result()
+    assert report.training.value["rows"] == 500
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert train_states(flow_run_id, "prepare") == ["Completed", "Crashed"]
+    wait_until_said(flow_run_id, "died while it ran the task itself; the data is prepared again")
+    files = list((tmp_path / "store/datasets").rglob("*.parquet"))
+    assert len(files) == report.dataset.num_files == 5
+
+
+def _kill_only_worker(folder: Path) -> None:
+    """Kill the Dask worker that computes a partition; let the next one compute all."""
+    wait_until(lambda: any(folder.glob("begun-*[0-9]")))
+    mark = next(folder.glob("begun-*[0-9]"))
+    psutil.Process(int(mark.read_text())).kill()
+    (folder / "release").touch()
 
 
 def test_the_scheduler_is_killed(others: SeparateCluster, tmp_path: Path) -> None:
