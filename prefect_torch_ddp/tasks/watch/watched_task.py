@@ -166,7 +166,8 @@ class WatchedFuture(PrefectDaskFuture[R]):
     def add_done_callback(self, fn: Callable[[PrefectFuture[R]], None]) -> None:
         """Call `fn` in another thread when the task has ended or is lost.
 
-        Prefect's `as_completed`, and its `wait` with a timeout, wait for nothing else.
+        Prefect's `as_completed`, and its `wait` with a timeout, wait for nothing else. What `fn`
+        raises is logged.
         """
         with self._lock:
             self._callbacks.append(fn)
@@ -183,7 +184,10 @@ class WatchedFuture(PrefectDaskFuture[R]):
         with self._lock:
             callbacks, self._callbacks, self._watcher = self._callbacks, [], None
         for fn in callbacks:
-            fn(self)
+            try:
+                fn(self)
+            except Exception:  # the others may be what somebody waits for
+                logger.exception("a callback of task run %s failed", self.task_run_id)
 
     # The signature is Prefect's.
     def result(

@@ -723,6 +723,30 @@ def wait_or_fail(ctx: RankContext, folder: str, what: str) -> None:
     Event().wait()
 
 
+@pytest.mark.extended
+def test_a_callback_that_fails_keeps_no_other_from_being_called(
+    dask_cluster: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, as by concurrent.futures; Prefect's `as_completed` doesn't wait for ever."""
+    called: list[object] = []
+
+    def fails(_: object) -> None:
+        msg = "a bug of a callback"
+        raise ValueError(msg)
+
+    @flow(task_runner=on(dask_cluster))
+    def adds_callbacks() -> int:
+        future = decorated.submit(1)
+        future.add_done_callback(fails)
+        future.add_done_callback(called.append)
+        value = int(future.result())
+        wait_until(lambda: called == [future])
+        return value
+
+    assert adds_callbacks() == OFFSET + 1
+    assert "a bug of a callback" in caplog.text
+
+
 @pytest.mark.parametrize("has_order", [True, False], ids=["in order", "as completed"])
 def test_of_mapped_calls_one_that_fails_is_heard_of_at_once(
     dask_cluster: LocalCluster, tmp_path: Path, *, has_order: bool
