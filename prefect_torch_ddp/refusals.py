@@ -13,10 +13,10 @@ def in_words(error: ValidationError, model: type[BaseModel]) -> str:
     return "; ".join(_fault(each, model) for each in error.errors())
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+def unknown(name: str, known: Iterable[str], kind: str = "option") -> str:
     """Return that there is no such option, and which one is near: `did you mean epochs?`."""
     close = difflib.get_close_matches(name, list(known), 1)
-    return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
+    return f"there is no {kind} {name}" + "".join(f"; did you mean {each}?" for each in close)
 
 
 def with_near_names(error: ValidationError, model: type[BaseModel]) -> ValidationError:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
@@ -14,6 +14,7 @@ from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtua
 from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
+from prefect_torch_ddp.refusals import unknown
 from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -67,12 +68,15 @@ def local_assembly(
     """Assemble one rank's context here, as `RankContext.local` says; claim an attempt, seed."""
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
-    unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
-    if unknown:  # before an attempt is claimed
-        msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"
+    strangers = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
+    if strangers:  # before an attempt is claimed
+        msg = f"RankContext.local() got an unexpected keyword argument {strangers[0]!r}"
         raise TypeError(msg)
     given = {name: value for name, value in chosen.items() if value is not None}
     config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
+    if config["stage"] not in (stages := get_args(Stage)):
+        msg = f"{unknown(config['stage'], stages, 'stage')} (there are {', '.join(stages)})"
+        raise InvalidParamsError(msg)
     check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
     if "restore_step" in config and config["stage"] != "evaluate":
         msg = (

@@ -392,6 +392,17 @@ def test_a_step_to_restore_is_of_an_evaluation(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_misspelt_stage_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    """Before an attempt is claimed, and whatever else was given."""
+    for stage, near in (("evalaute", "; did you mean evaluate\\?"), ("x", "")):
+        says = rf"there is no stage {stage}{near} \(there are prepare, train, evaluate, task\)"
+        for chosen in ({}, {"restore_step": 10}):
+            wrong: Any = {"stage": stage, **chosen}
+            with pytest.raises(InvalidParamsError, match=says):
+                RankContext.local(storage=tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
 def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
     """Another step, an untracked name, a model that doesn't fit: each says so."""
     fit(tmp_path)
