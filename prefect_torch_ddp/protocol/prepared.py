@@ -6,9 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LazyDataset:
-    """A Dask collection that a workload's `prepare` returned: not computed yet, and pickled.
+    """A Dask collection that is to be a dataset: not computed yet, and pickled.
 
-    A rank doesn't load Dask by itself, so the caller unpickles it, on a Dask worker.
+    A workload's `prepare` returned it, or it is an argument of a `ddp_task`. A rank doesn't load
+    Dask by itself, so the caller unpickles it, on a Dask worker.
     """
 
     kind: str

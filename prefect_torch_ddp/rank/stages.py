@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import cloudpickle
 from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.data.dataset_store import publish_dataset
@@ -19,6 +18,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
+from prefect_torch_ddp.rank.lazy_dataset import is_collection, kind_of, lazy_dataset
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.rank.user_code import resolve
 from prefect_torch_ddp.refusals import in_words
@@ -26,8 +26,6 @@ from prefect_torch_ddp.results import DatasetReport, Report
 
 M = TypeVar("M", bound=BaseModel)
 
-MAX_IN_MEMORY_BYTES = 64 * 2**20
-"""Of a variable that Dask doesn't compute, such as a mask or coordinates."""
 LEFT = (
     "evaluate restored no model of the checkpoint of step %d: unless it loads the trained model by "
     "itself, its scores are those of another one. Track the model there too, by the same name: "
@@ -177,23 +175,10 @@ class _ReturnedLazyError(Exception):
 
 def _lazy_dataset(value: object, workload: str) -> LazyDataset | None:
     """Return a Dask collection pickled; refuse data that nobody would write."""
-    module, name = type(value).__module__, type(value).__qualname__
-    kind = f"{module}.{name}"
-    # By Dask's own protocol: a rank doesn't load Dask to look.
-    if not hasattr(type(value), "__dask_graph__"):
-        _refuse_data(value, kind.removeprefix("builtins."), workload)
+    if not is_collection(value):
+        _refuse_data(value, kind_of(value).removeprefix("builtins."), workload)
         return None
-    if module.startswith("dask.") and name == "DataFrame":
-        return LazyDataset(kind, "table", cloudpickle.dumps(value))
-    if module.startswith("xarray.") and name in {"Dataset", "DataArray"}:
-        _refuse_in_memory(value, name)
-    elif not (module.startswith("dask.") and name == "Array"):
-        msg = (
-            f"prepare returned a {kind}; of Dask's collections a DataFrame, an Array and xarray's "
-            "Dataset are written: make one of them, or write files to ctx.data"
-        )
-        raise InvalidParamsError(msg)
-    return LazyDataset(kind, "arrays", cloudpickle.dumps(value))
+    return lazy_dataset(value, "prepare returned", ", or write files to ctx.data")
 
 
 def _refuse_data(value: object, kind: str, workload: str) -> None:
@@ -206,18 +191,6 @@ def _refuse_data(value: object, kind: str, workload: str) -> None:
             "DataFrame, Dask Array or xarray Dataset"
         )
         raise TypeError(msg)
-
-
-def _refuse_in_memory(value: Any, kind: str) -> None:
-    """Refuse a large variable of xarray that isn't Dask's: it would be sent in one piece."""
-    named = value.variables if kind == "Dataset" else {value.name or "values": value.variable}
-    for name, variable in named.items():
-        if variable.chunks is None and variable.nbytes > MAX_IN_MEMORY_BYTES:
-            msg = (
-                f"prepare returned a {kind} whose {name} isn't an array of Dask's, and takes "
-                f"{variable.nbytes / 1e6:.0f} MB: open it with chunks={{}}, or use .chunk(...)"
-            )
-            raise InvalidParamsError(msg)
 
 
 def _report(value: Any, workload: str) -> Report:

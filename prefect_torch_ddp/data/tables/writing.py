@@ -45,7 +45,7 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
             use_dictionary=[field.name for field in rows.schema if not _is_number(field.type)],
         )
     except (pa.ArrowException, TypeError, ValueError) as error:
-        msg = f"partition {number} of what prepare returned can't be written as Parquet: {error}"
+        msg = f"partition {number} of the Dask DataFrame can't be written as Parquet: {error}"
         raise InvalidParamsError(msg) from error
     content = memoryview(buffer.getvalue())
     key = f"part-{number:06d}-{uuid.uuid4().hex[:8]}.parquet"

@@ -95,7 +95,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
             do = "is its scheduler running, and reachable from here?"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
-    is_here = _is_here(client, storage)
+    is_here = all_workers_here(client, storage)
     warm(client, params.workload, params.preload)
     return is_here
 
@@ -138,7 +138,7 @@ def _open_client() -> distributed.Client | None:
         return None
 
 
-def _is_here(client: distributed.Client, storage: Storage) -> bool:
+def all_workers_here(client: distributed.Client, storage: Storage) -> bool:
     """Tell whether all workers are on this machine; refuse others that don't see its folder."""
     # Workers that come later, or don't answer, are found out by the first checkpoint.
     away = workers_away(client)

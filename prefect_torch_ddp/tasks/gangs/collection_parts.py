@@ -72,7 +72,11 @@ class ArrayParts:
     unit = "blocks"
 
     def __init__(self, collection: Any, storage: Storage, files_key: str) -> None:
-        (dataset,) = optimize(_encoded(_as_dataset(collection)))
+        dataset = _encoded(_as_dataset(collection))
+        lazy = [each for each in dataset.variables.values() if each.chunks is not None]
+        # Array by array: xarray loses the keys of a persisted Dataset when it is optimized whole.
+        for variable, data in zip(lazy, optimize(*(each.data for each in lazy)), strict=True):
+            variable.data = data
         self._storage, self._files_key = storage, files_key
         self._objects = _template(dataset)
         self._dataset = dataset
@@ -122,6 +126,17 @@ class ArrayParts:
         return files
 
 
+def kept_encodings(collection: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return how the variables of an xarray object are to be stored; empty for other kinds."""
+    if not type(collection).__module__.startswith("xarray."):
+        return {}
+    kept = KEPT_ENCODING | {"chunks"}
+    return {
+        str(name): {key: value for key, value in variable.encoding.items() if key in kept}
+        for name, variable in _as_dataset(collection).variables.items()
+    }
+
+
 def _as_dataset(collection: Any) -> Any:
     import xarray as xr  # noqa: PLC0415 - an extra
 
@@ -145,7 +160,7 @@ def _encoded(dataset: Any) -> Any:
             kept["chunks"] = chunks
         plain.variables[name].encoding = kept
         if variable.chunks is not None and not variable.ndim:
-            msg = f"{name} of what prepare returned is a single value of Dask's: compute it there"
+            msg = f"{name} of the Dask collection is a single value: call its compute()"
             raise InvalidParamsError(msg)
     return plain
 
@@ -165,6 +180,6 @@ def _template(dataset: Any) -> Mapping[str, bytes]:
     try:
         dataset.to_zarr(MemoryStore(objects), mode="w-", compute=False, **HOW)
     except (TypeError, ValueError, NotImplementedError) as error:
-        msg = f"what prepare returned can't be written as Zarr: {error}"
+        msg = f"the Dask collection can't be written as Zarr: {error}"
         raise InvalidParamsError(msg) from error
     return {key: content.to_bytes() for key, content in objects.items()}

@@ -3,7 +3,8 @@
 import pickle
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,12 @@ import distributed
 from distributed.scheduler import KilledWorker
 
 from prefect_torch_ddp.data.dataset_manifest import Written
-from prefect_torch_ddp.data.dataset_store import drop_files, new_files_folder, publish_written
+from prefect_torch_ddp.data.dataset_store import (
+    drop_files,
+    find_dataset,
+    new_files_folder,
+    publish_written,
+)
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
 from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
@@ -44,13 +50,14 @@ def publish_computed(
     """Have the parts of a Dask collection computed and written, and publish them as a dataset.
 
     Needs the memory of what Dask computes at once, on the workers, and none here. A lost worker
-    costs what it had not finished.
+    costs what it had not finished. If another task of the cluster computes the same dataset, this
+    one waits for it.
 
     Args:
         client: of the cluster.
         storage: of the dataset.
         dataset_id: of the dataset.
-        lazy: what prepare returned.
+        lazy: the collection.
         logger: reports the progress.
 
     Raises:
@@ -60,15 +67,41 @@ def publish_computed(
     """
     collection = _unpickled(lazy)
     folder, files_key = new_files_folder(dataset_id)
+    with _only_one(client, f"prefect-torch-ddp {storage.uri} {dataset_id}"):
+        if (there := find_dataset(storage, dataset_id)) is not None:
+            return there
+        try:
+            make = TableParts if lazy.form == "table" else ArrayParts
+            parts: CollectionParts = make(collection, storage, files_key)
+            written = _Writing(client, parts, logger).to_the_end()
+            return publish_written(storage, dataset_id, folder, parts.files(written))
+        except BaseException:
+            with suppress(Exception):  # what failed first is the one to report
+                drop_files(storage, dataset_id, folder)
+            raise
+
+
+@contextmanager
+def _only_one(client: distributed.Client, name: str) -> Iterator[None]:
+    """Hold a lock of the cluster; another task that computes the same would double the work.
+
+    Dask frees it if the process that holds it is lost.
+    """
+    lock = distributed.Lock(name, scheduler_rpc=client.scheduler, loop=client.loop)
+    why_unwanted = own_task_watch()
+    while not lock.acquire(timeout=LOOK_S):
+        _stop_if(why_unwanted())
     try:
-        make = TableParts if lazy.form == "table" else ArrayParts
-        parts: CollectionParts = make(collection, storage, files_key)
-        written = _Writing(client, parts, logger).to_the_end()
-        return publish_written(storage, dataset_id, folder, parts.files(written))
-    except BaseException:
-        with suppress(Exception):  # what failed first is the one to report
-            drop_files(storage, dataset_id, folder)
-        raise
+        yield
+    finally:
+        with suppress(Exception):  # the scheduler is lost, and the lock with it
+            lock.release()
+
+
+def _stop_if(why: str) -> None:
+    if why:
+        msg = f"the preparation of the dataset was stopped by {why}"
+        raise GangCancelledError(msg)
 
 
 def _unpickled(lazy: LazyDataset) -> Any:
@@ -79,8 +112,8 @@ def _unpickled(lazy: LazyDataset) -> Any:
         return pickle.loads(lazy.pickled)
     except ImportError as error:
         msg = (
-            f"prepare returned a {lazy.kind}, which can't be loaded on a Dask worker: {error}; "
-            f"install prefect-torch-ddp with its extra `{extra}` there, and the workload's modules"
+            f"a {lazy.kind} can't be loaded on a Dask worker: {error}; install prefect-torch-ddp "
+            f"with its extra `{extra}` there, and the modules of the functions that Dask calls"
         )
         raise InvalidParamsError(msg) from error
 
@@ -122,9 +155,7 @@ class _Writing:
 
     def _take_written(self) -> None:
         """Wait for a while; note the parts that were written meanwhile."""
-        if why := self._why_unwanted():
-            msg = f"the preparation of the dataset was stopped by {why}"
-            raise GangCancelledError(msg)
+        _stop_if(self._why_unwanted())
         try:
             done, _ = distributed.wait(
                 list(self._futures), timeout=LOOK_S, return_when="FIRST_COMPLETED"

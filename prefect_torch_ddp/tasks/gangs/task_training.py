@@ -21,7 +21,9 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
+from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
+from prefect_torch_ddp.tasks.gangs.given import GivenCollections
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
@@ -86,14 +88,18 @@ def train(
     Returns rank 0's value.
     """
     storage = resolve_storage(params.storage)
-    storage.check_writable()  # one that ignores conditions would let two attempts commit
+    signature = inspect.signature(context.task.fn)
+    given = GivenCollections.in_call(call, signature)
+    given.check_writable(storage)  # one that ignores conditions would let two attempts commit
+    call = given.call
     # Prefect has filled in the defaults.
-    arguments = inspect.signature(context.task.fn).bind(*call.args, **call.kwargs).arguments
+    arguments = signature.bind(*call.args, **call.kwargs).arguments
     params = with_key_of(params, arguments)
     run_id = task_run_id(context, params, code, call)
     experiment = experiment_of_task(context.task.name, params, code)
     resume_from = resume_point(params, storage, run_id, experiment)
-    get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
+    logger = get_run_logger()
+    logger.info("trains as run %s in %s", run_id, storage.uri)
     draft = draft_record(
         params,
         run_id,
@@ -103,6 +109,9 @@ def train(
         arguments=plain_values(arguments),
         weights_from=weights_from(resume_from),
     )
+    if given.found:
+        with current_client() as client:
+            call = given.computed(client, storage, logger)
     recorder = RunRecorder(storage, draft, code.source)
     with training_gang(
         params,

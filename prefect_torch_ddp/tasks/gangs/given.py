@@ -1,0 +1,181 @@
+"""Dask collections among a ddp_task's arguments: named by their content, and given as datasets."""
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+import distributed
+from dask.base import is_dask_collection, tokenize
+from prefect.utilities.collections import visit_collection
+
+from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.lazy import parse_python
+from prefect_torch_ddp.protocol.call import Call
+from prefect_torch_ddp.protocol.prepared import LazyDataset
+from prefect_torch_ddp.protocol.rank import is_installed
+from prefect_torch_ddp.rank.lazy_dataset import lazy_dataset
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.clusters.current import all_workers_here
+from prefect_torch_ddp.tasks.gangs.collection_parts import kept_encodings
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from prefect_torch_ddp.tasks.report.markdown import count, size
+
+if TYPE_CHECKING:
+    from logging import Logger, LoggerAdapter
+
+    LoggingAdapter = Logger | LoggerAdapter[Any]
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Names the dataset of a Dask collection, in the collection's place among the arguments."""
+
+    dataset_id: str
+    kind: str
+    """The collection's class, with its module."""
+
+    def __str__(self) -> str:
+        """Return the id, for a `run_key` that names the argument."""
+        return self.dataset_id
+
+
+@dataclass(frozen=True)
+class GivenCollections:
+    """The Dask collections among a call's arguments, also in lists, dicts and dataclasses."""
+
+    call: Call
+    """The call, with the names of datasets in the places of the collections."""
+    found: Mapping[DatasetName, tuple[str, LazyDataset]]
+    """Each collection, with the argument that has it."""
+
+    @classmethod
+    def in_call(cls, call: Call, signature: inspect.Signature) -> Self:
+        """Find them. `signature` is the one that the call's arguments fit.
+
+        Raises:
+            InvalidParamsError: a collection can't be a dataset; names the argument.
+        """
+        found: dict[DatasetName, tuple[str, LazyDataset]] = {}
+
+        def named(argument: str, value: Any) -> Any:
+            if not is_dask_collection(value):
+                return value
+            lazy = lazy_dataset(value, f"the argument {argument} of {call.name} is")
+            name = DatasetName(_dataset_id(value, lazy), lazy.kind)
+            found.setdefault(name, (argument, lazy))
+            return name
+
+        bound = signature.bind(*call.args, **call.kwargs)
+        for argument, value in bound.arguments.items():
+            bound.arguments[argument] = _replaced(value, partial(named, argument))
+        return cls(Call(call.fn, bound.args, bound.kwargs) if found else call, found)
+
+    def check_writable(self, storage: Storage) -> None:
+        """Check that the storage of the task, and of these datasets, can be written to.
+
+        Raises:
+            StorageError: it can't; names the arguments.
+        """
+        try:
+            storage.check_writable()
+        except StorageError as error:
+            if not self.found:
+                raise
+            names = ", ".join(dict.fromkeys(argument for argument, _ in self.found.values()))
+            msg = (
+                f"{error}. The Dask workers write the collections that the call has ({names}) "
+                "into the task's storage: give a folder or a bucket that they can write to as "
+                "ddp_task(storage=...)"
+            )
+            raise StorageError(msg) from error
+
+    def computed(
+        self, client: distributed.Client, storage: Storage, logger: "LoggingAdapter"
+    ) -> Call:
+        """Have each dataset computed that isn't there; return the call with all as storages.
+
+        Args:
+            client: of the cluster whose workers compute.
+            storage: of the task.
+            logger: reports the progress.
+
+        Raises:
+            InvalidParamsError: a worker can't write a collection; names the argument.
+            StorageError: the storage failed.
+            GangCancelledError: this task was cancelled.
+            Exception: what computing a part raised.
+        """
+        for name, (argument, lazy) in self.found.items():
+            if (there := find_dataset(storage, name.dataset_id)) is not None:
+                words = "argument %s: dataset %s is already at %s: nothing to compute"
+                logger.info(words, argument, there.dataset_id, there.uri)
+                continue
+            try:
+                all_workers_here(client, storage)  # refuses those that don't see its folder
+                made = publish_computed(client, storage, name.dataset_id, lazy, logger)
+            except InvalidParamsError as error:
+                msg = f"argument {argument}: {error}"
+                raise InvalidParamsError(msg) from error
+            words = "argument %s: computed as dataset %s (%s files, %s) at %s"
+            extent = count(made.num_files), size(made.num_bytes)
+            logger.info(words, argument, made.dataset_id, *extent, made.uri)
+
+        def opened(value: Any) -> Any:
+            named = isinstance(value, DatasetName)
+            return dataset_in_place(storage, value.dataset_id) if named else value
+
+        args, kwargs = _replaced((self.call.args, dict(self.call.kwargs)), opened)
+        return Call(self.call.fn, args, kwargs)
+
+
+def _replaced(value: Any, visit: Callable[[Any], Any]) -> Any:
+    """Return a structure with what `visit` returns for its parts, as Prefect replaces futures."""
+    return visit_collection(value, visit_fn=visit, return_data=True)
+
+
+def _dataset_id(collection: Any, lazy: LazyDataset) -> str:
+    """Name a collection's dataset: the same computation, the same name, also in other processes."""
+    parts = {
+        # Dask's own name for the values; those of files depend on when they were changed.
+        "token": tokenize(collection, kept_encodings(collection)),
+        "form": lazy.form,
+        "code": _code_of(collection),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _code_of(collection: Any) -> Mapping[str, str]:
+    """Return a digest of each of the user's modules whose functions or classes Dask calls.
+
+    Dask's tokens only have their names. Comments and layout don't count.
+    """
+    pickler = _ModulesUsed(SimpleNamespace(write=lambda _: None), protocol=5)
+    pickler.modules = set()
+    pickler.dump(collection)
+    files = {
+        name: getattr(sys.modules.get(name), "__file__", None) or "" for name in pickler.modules
+    }
+    return {
+        name: hashlib.sha256(ast.dump(parse_python(Path(file).read_bytes())).encode()).hexdigest()
+        for name, file in files.items()
+        # Those of `__main__` are in the tokens themselves.
+        if name != "__main__" and file.endswith(".py") and not is_installed(file)
+    }
+
+
+class _ModulesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    modules: set[str]
+
+    def persistent_id(self, value: Any) -> None:
+        if isinstance(value, FunctionType | type) and value.__module__:
+            self.modules.add(value.__module__)

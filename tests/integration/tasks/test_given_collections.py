@@ -1,0 +1,190 @@
+"""A Dask collection among a ddp_task's arguments reaches the function as a dataset."""
+
+import inspect
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask.bag as db
+import dask.dataframe as dd
+import pytest
+from distributed import Lock
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import InvalidParamsError, StorageError, ddp_task
+from prefect_torch_ddp.data import array, table
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.protocol.call import Call
+from prefect_torch_ddp.records.ledger import read_ledger
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.gangs.given import GivenCollections
+from tests.unit.data.test_loader import loader_of
+from tests.workloads.dask_parts import META, failing_part, grids, part
+from tests.workloads.given_rows import fit
+
+pytestmark = pytest.mark.timeout(200)
+logger = logging.getLogger("test")
+NUMBERS = [n for n in range(600) if not 200 <= n < 300]
+
+
+def frame(make: Any = part, num: int = 6) -> Any:
+    """Return a Dask DataFrame of as many partitions."""
+    return dd.from_map(make, range(num), meta=META)
+
+
+def function(rows: Any, *more: Any, **others: Any) -> None:
+    """Take what a call gives."""
+
+
+def given(*args: Any, **kwargs: Any) -> GivenCollections:
+    """Return the collections of a call."""
+    return GivenCollections.in_call(Call(function, args, kwargs), inspect.signature(function))
+
+
+def ids(*args: Any, **kwargs: Any) -> list[str]:
+    """Return the names of a call's datasets."""
+    return [name.dataset_id for name in given(*args, **kwargs).found]
+
+
+def test_equal_collections_have_one_name_and_others_have_others() -> None:
+    """The name depends on what Dask computes, and on how xarray is to store it."""
+    sent = cloudpickle.loads(cloudpickle.dumps(frame()))
+    assert ids(frame()) == ids(sent) == ids(others=[frame(), {"a": frame()}], rows=1)
+    scaled = grids()
+    scaled["t2m"].encoding = {"dtype": "int16", "scale_factor": 0.1}
+    several = [frame(), frame(num=5), frame()[["number"]], grids(), scaled, grids().t2m.data]
+    assert len({*ids(*several)}) == len(several)
+
+
+def test_a_name_depends_on_the_code_of_the_users_functions(tmp_path, monkeypatch) -> None:
+    """Functions of the user's modules count by their code, apart from comments and layout."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def clean(part):\n    return part[part.number > {}]\n"
+    found = []
+    for limit, comment in ((1, ""), (1, "# why\n"), (2, "")):
+        (tmp_path / "own_cleaning.py").write_text(comment + code.format(limit))
+        sys.modules.pop("own_cleaning", None)
+        import own_cleaning
+
+        found.append(ids(frame().map_partitions(own_cleaning.clean)))
+    sys.modules.pop("own_cleaning")
+    assert found[0] == found[1] != found[2]
+
+
+def test_other_arguments_stay_as_they_are() -> None:
+    """A call without collections is the same call, and what xarray holds in memory is a value."""
+    call = Call(function, (1, grids().compute(scheduler="sync")), {"a": [2]})
+    collections = GivenCollections.in_call(call, inspect.signature(function))
+    assert collections.call is call
+    assert not collections.found
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((db.from_sequence([1]),), "rows of function is a dask.bag.core.Bag; .* make one of them"),
+        ((1, frame()["half"]), "more of function is a dask.*Series; .* make one of them"),
+    ],
+)
+def test_collections_that_make_no_dataset_are_refused_by_name(args, says) -> None:
+    """The error names the argument."""
+    with pytest.raises(InvalidParamsError, match=says):
+        given(*args)
+
+
+def test_a_storage_that_cant_be_written_to_is_refused_with_the_argument() -> None:
+    """The error names the argument and the option."""
+    with pytest.raises(StorageError, match=r"Dask workers .*\(rows\).*ddp_task\(storage="):
+        given(frame()).check_writable(DirectoryStorage("/proc/runs"))
+    with pytest.raises(StorageError) as plain:
+        given(1).check_writable(DirectoryStorage("/proc/runs"))
+    assert "Dask workers" not in str(plain.value)
+
+
+def test_datasets_take_the_places_of_collections(storage, client, caplog) -> None:
+    """Each is computed once, and read where it lies."""
+    caplog.set_level("INFO")
+    call = given([frame()], 2, grid=grids(), again=frame()).computed(client, storage, logger)
+    (rows,), two = call.args
+    assert two == 2
+    assert [*call.kwargs] == ["grid", "again"]
+    read = table(rows, columns=["number"])
+    (batch,) = loader_of(read, len(read), shuffle=False)
+    assert batch["number"].tolist() == NUMBERS
+    assert call.kwargs["again"].uri == rows.uri
+    assert len(array(call.kwargs["grid"], "t2m", nan=0.0)) == 14
+    assert caplog.text.count("computed as dataset") == 2
+    (name,) = given(frame()).found
+    assert find_dataset(storage, name.dataset_id).num_files == 5
+
+
+def test_what_is_stored_isnt_computed_again(client, tmp_path, caplog) -> None:
+    """A retry, or another call, finds the dataset."""
+    caplog.set_level("INFO")
+    storage = DirectoryStorage(tmp_path)
+    first, again = (given(frame()).computed(client, storage, logger).args[0] for _ in range(2))
+    assert first == again
+    assert caplog.text.count("prepared 6 of 6 partitions") == 1
+    assert "is already at" in caplog.text
+
+
+def test_calls_at_the_same_time_compute_a_collection_once(client, tmp_path, caplog) -> None:
+    """The others wait, and find the dataset."""
+    caplog.set_level("INFO")
+    storage = DirectoryStorage(tmp_path)
+    (name,) = given(frame()).found
+
+    def compute(_: int) -> str:
+        return given(frame()).computed(client, storage, logger).args[0].uri
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(compute, range(3))}) == 1
+    assert caplog.text.count("prepared 6 of 6 partitions") == 1
+    assert not Lock(f"prefect-torch-ddp {storage.uri} {name.dataset_id}").locked()
+
+
+def test_persisted_collections_are_datasets_too(client, tmp_path) -> None:
+    """What Dask holds in its workers' memory is written from there."""
+    held = [client.persist(each) for each in (frame(), grids(), grids().t2m.data)]
+    call = given(*held).computed(client, DirectoryStorage(tmp_path), logger)
+    rows, group, values = call.args
+    assert len(table(rows, columns=["number"])) == len(NUMBERS)
+    assert len(array(group, "t2m", nan=0.0)) == len(array(values, nan=0.0)) == 14
+
+
+def test_what_computing_raises_is_the_users_error(client, tmp_path) -> None:
+    """Nothing is left of the dataset, and the log names the argument."""
+    with pytest.raises(ValueError, match="partition 1 can't be cleaned"):
+        given(frame(failing_part)).computed(client, DirectoryStorage(tmp_path), logger)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_task_trains_on_a_collection_and_its_retry_resumes(dask_cluster, tmp_path: Path) -> None:
+    """Ranks load no Dask, and an equal collection is the same training of a `run_key`."""
+    train = ddp_task(
+        world_size=2, retries=1, storage=str(tmp_path), ledger=True, run_key="on-{rows}"
+    )(fit)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def twice() -> list[Any]:
+        return [train.submit(frame()).result(), train.submit(rows=frame()).result()]
+
+    first, again = twice()
+    (name,) = given(frame()).found
+    assert first == {**again, "attempt": 2}
+    assert first["rows"] == len(NUMBERS)
+    assert not first["has_dask"]
+    assert name.dataset_id in first["run_id"]
+    storage = DirectoryStorage(tmp_path)
+    report = read_ledger(storage, first["run_id"])
+    assert report.is_clean
+    newest = list_records(storage)[-1]
+    assert newest.arguments["rows"] == {"dataset_id": name.dataset_id, "kind": name.kind}
+    assert len(list(tmp_path.rglob("*.parquet"))) == 5
