@@ -4,6 +4,7 @@ waits on request."""
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def train(ctx: RankContext) -> dict[str, Any]:
     return {"steps": ctx.step}
 
 
-def fail_if_told(ctx: RankContext) -> None:
-    """Raise, wait or be killed, as `options["fault"]` says: {"how", "step", "rank", "attempts"};
-    a rank of None means all."""
-    fault = ctx.options.get("fault")
+def fail_if_told(ctx: RankContext, fault: Mapping[str, Any] | None = None) -> None:
+    """Raise, wait or be killed, as `options["fault"]` or the argument says: {"how", "step", "rank",
+    "attempts"}; a rank of None means all."""
+    fault = fault or ctx.options.get("fault")
     if (
         not fault
         or fault["rank"] not in (None, ctx.rank)
