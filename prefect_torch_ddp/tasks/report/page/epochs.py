@@ -20,7 +20,10 @@ def epoch_table(rows: Sequence[EpochRow], judged: tuple[str, Direction | None] =
         rows: by epoch.
         judged: the metric by which an epoch is the best, and which of its values are better.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))[:MAX_METRIC_COLUMNS]
+    every = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    if judged[0] in every[MAX_METRIC_COLUMNS:]:
+        every.insert(0, every.pop(every.index(judged[0])))
+    names = every[:MAX_METRIC_COLUMNS]
     top = _best_epoch(rows, *judged)
     shown = rows
     if len(rows) > MAX_EPOCH_ROWS:
@@ -38,8 +41,11 @@ def epoch_table(rows: Sequence[EpochRow], judged: tuple[str, Direction | None] =
     num_left_out = len(rows) - len(lines)
     which = "the first, the best and" if top is not None else "the first and"
     left_out = f"{num_left_out} epochs are left out: here are {which} the last {NUM_LAST_EPOCHS}."
-    ending = f"\n\n{left_out}" if num_left_out else ""
-    return table(header, lines, align="r" * len(header)) + ending if rows else ""
+    endings = [left_out] if num_left_out else []
+    if len(every) > len(names):
+        endings.append(f"{len(every) - len(names)} more metrics are left out: see Metrics.")
+    laid_out = table(header, lines, align="r" * len(header))
+    return "\n\n".join([laid_out, *endings]) if rows else ""
 
 
 def _best_epoch(rows: Sequence[EpochRow], name: str, better: Direction | None) -> EpochRow | None:

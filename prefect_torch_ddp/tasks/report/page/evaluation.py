@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from prefect_torch_ddp.results import Report
-from prefect_torch_ddp.tasks.report.markdown import count, percent, table, text
+from prefect_torch_ddp.tasks.report.markdown import count, number, percent, short, table, text
+from prefect_torch_ddp.tasks.report.page.headline import MAX_HEADLINE_METRICS
 from prefect_torch_ddp.tasks.report.page.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
@@ -12,10 +13,31 @@ from prefect_torch_ddp.tasks.report.page.pictures import (
     worst_picture,
 )
 
+MAX_SCORE_ROWS = 100
 MAX_CLASS_ROWS = 200
 MAX_CONFUSIONS = 10
 MAX_GONE = 10
 MAX_TEXTS, MAX_CHARACTERS = 8, 4000
+
+
+def score_table(evaluation: Report, previous: Report | None = None) -> str:
+    """Lay out all scores; nothing if the page's top has them all.
+
+    Args:
+        evaluation: of this run.
+        previous: of the experiment's previous run, whose scores stand next to these.
+    """
+    if len(evaluation.metrics) <= MAX_HEADLINE_METRICS:
+        return ""
+    before = {} if previous is None else previous.scores
+    scores = list(evaluation.scores.items())
+    rows = []
+    for name, value in scores[:MAX_SCORE_ROWS]:
+        then = [number(before[name]) if name in before else ""] if before else []
+        rows.append([short(name), number(value), *then])
+    num_left_out = len(scores) - len(rows)
+    ending = f"\n\n{num_left_out} more scores are left out." if num_left_out else ""
+    return table(["score", "value", *(["last run"] if before else [])], rows) + ending
 
 
 def class_table(evaluation: Report, previous: Report | None = None) -> str:

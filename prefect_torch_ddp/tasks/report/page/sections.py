@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from prefect_torch_ddp.params import COUNTED_INTERVALS, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
-from prefect_torch_ddp.results import LedgerReport, TrainReport
+from prefect_torch_ddp.results import LedgerReport, Report, TrainReport
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     count,
@@ -22,6 +22,7 @@ from prefect_torch_ddp.tasks.report.page.epochs import epoch_table
 from prefect_torch_ddp.tasks.report.page.evaluation import (
     class_table,
     confusion_table,
+    score_table,
     texts,
     worst_samples,
 )
@@ -100,8 +101,7 @@ def _locations(view: RunView) -> str:
 
 
 def _trouble(view: RunView) -> str:
-    trouble = view.training.trouble
-    return f"**{text(trouble)}**" if trouble else ""
+    return f"**{text(trouble)}**" if (trouble := view.training.trouble) else ""
 
 
 def _facts(view: RunView) -> str:
@@ -249,9 +249,12 @@ def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str
     return lambda view: "" if view.report is None else section(view.report)
 
 
-def _classes(view: RunView) -> str:
-    then = None if view.previous is None else view.previous.evaluation
-    return "" if view.report is None else class_table(view.report.evaluation, then)
+def _compared(section: Callable[[Report, Report | None], str]) -> Callable[[RunView], str]:
+    def shown(view: RunView) -> str:
+        then = view.previous.evaluation if view.previous is not None else None
+        return "" if view.report is None else section(view.report.evaluation, then)
+
+    return shown
 
 
 def _models(view: RunView) -> str:
@@ -281,7 +284,8 @@ TOP: Sequence[Callable[[RunView], str]] = (
 SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Metrics": _metrics,
     "Epochs": _epochs,
-    "Classes": _classes,
+    "Evaluation": _compared(score_table),
+    "Classes": _compared(class_table),
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
     "Worst samples": _of_report(lambda report: worst_samples(report.evaluation)),
     "Texts": _of_report(lambda report: texts(report.evaluation)),

@@ -408,6 +408,42 @@ def test_the_epoch_table_says_nan_and_of_many_shows_the_first_the_best_and_the_l
     assert "here are the first and the last 10." in epoch_table(rows)
 
 
+def test_the_epoch_table_has_the_judged_metric_and_says_how_many_are_left_out():
+    """Also if it was reported last; the table of metrics has them all."""
+    names = [f"train_{i}" for i in range(7)]
+    metrics = {**dict.fromkeys(names, 1.0), "val_acc": 0.5}
+    rows = [EpochRow(epoch=1, num_steps=2, num_samples=4, metrics=metrics)]
+    shown = epoch_table(rows, ("val_acc", "max"))
+    header, _rule, only = tables(shown)[0]
+    assert header == ["epoch", "steps", "samples", "val_acc", *names[:5]]
+    assert only == ["1 (best)", "2", "4", "0.5", *["1"] * 5]
+    assert shown.endswith("\n\n2 more metrics are left out: see Metrics.")
+    few = EpochRow(epoch=1, num_steps=2, num_samples=4, metrics={"loss": 1.0, "val_acc": 0.5})
+    whole = epoch_table([few], ("val_acc", "max"))
+    assert tables(whole)[0][0][3:] == ["loss", "val_acc"]
+    assert "left out" not in whole
+
+
+def test_all_scores_of_an_evaluation_are_on_the_page():
+    """More than stand at its top are a table, next to those of the last run."""
+    metrics = {f"top{i}": i / 10 for i in range(1, 6)}
+    of_last = old_record(evaluation=evaluation(metrics={"top5": 0.25, "gone": 1.0}))
+    page = page_of(report=report(evaluation=evaluation(metrics=metrics)), previous=of_last)
+    assert "accuracy 87.50 %, loss 0.25, top1 0.1, top2 0.2, top3 0.3, 8 samples" in page
+    header, _rule, *rows = tables(page.partition("## Evaluation")[2])[0]
+    assert header == ["score", "value", "last run"]
+    assert rows[:3] == [
+        ["accuracy", "0.875", "0.875"],
+        ["loss", "0.25", "0.25"],
+        ["top1", "0.1", ""],
+    ]
+    assert rows[-1] == ["top5", "0.5", "0.25"]
+    few = page_of(report=report(evaluation=evaluation(metrics={"top5": 0.5})))
+    assert "## Evaluation" not in few
+    many = page_of(report=report(evaluation=evaluation(metrics={f"m{i}": i for i in range(105)})))
+    assert "\n\n7 more scores are left out.\n" in many.partition("## Evaluation")[2]
+
+
 def test_a_ledger_that_is_not_clean_is_said_first():
     """The report begins with it."""
     wrong = {"epoch": 1, "num_samples": 3, "num_total": 4, "is_finished": True}
