@@ -67,7 +67,7 @@ def chosen_names(
     """Return the columns that are read. If none are named, these are the columns of `first`.
 
     Raises:
-        InvalidParamsError: the arguments contradict each other.
+        InvalidParamsError: the arguments contradict each other, or `first` has no columns.
     """
     targets = (target,) if isinstance(target, str) else tuple(target or ())
     for what, given in (("columns", columns), ("features", features)):
@@ -82,6 +82,9 @@ def chosen_names(
         raise InvalidParamsError(msg)
     if features is None and columns is None:
         columns = [name for name in first.schema.names if not INDEX.fullmatch(name)]
+        if not columns:
+            msg = f"{first.uri} has no column to read: leave the file out, or write it anew"
+            raise InvalidParamsError(msg)
     chosen = Chosen(tuple(columns or ()), tuple(features or ()), targets)
     if len(set(chosen.names)) < len(chosen.names):
         msg = f"a column is named twice: {', '.join(chosen.names)}"

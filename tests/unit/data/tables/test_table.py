@@ -421,6 +421,14 @@ def test_a_file_that_is_no_parquet_or_was_replaced_is_named(tmp_path) -> None:
         only_batch(table(folder))
 
 
+def test_a_table_without_columns_is_refused(tmp_path) -> None:
+    """So that no training gets batches without values: also if the first file has only an index."""
+    pd.DataFrame(index=[3, 5]).to_parquet(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", {"number": [1, 2]})
+    with pytest.raises(InvalidParamsError, match=r"a\.parquet has no column to read"):
+        table(tmp_path)
+
+
 def test_a_large_footer_is_read_whole(tmp_path) -> None:
     """One of more than the 64 KiB that are read at first."""
     columns = {f"column_{i:04d}_{'x' * 60}": [float(i)] * 3 for i in range(400)}
