@@ -176,7 +176,8 @@ def _open_npy(source: Readable, listed: ListedObject, uri: str) -> Found:
     if is_fortran:
         msg = f"{uri} lies in Fortran's order: write numpy.ascontiguousarray(values) in prepare"
         raise InvalidParamsError(msg)
-    if head.tell() + dtype.itemsize * prod(shape) != listed.num_bytes:
+    # Objects are a pickle of any length; their dtype is refused later, by its name.
+    if not dtype.hasobject and head.tell() + dtype.itemsize * prod(shape) != listed.num_bytes:
         msg = f"{uri} has {listed.num_bytes} bytes, which aren't those of its header: replace it"
         raise StorageError(msg)
     read = _NpyFile(source, listed, head.tell(), shape, dtype)

@@ -329,6 +329,9 @@ def test_what_is_no_array_is_refused(tmp_path) -> None:
     (tmp_path / "b.npy").write_bytes(whole[:-1])
     with pytest.raises(StorageError, match="aren't those of its header"):
         array(tmp_path / "b.npy")
+    np.save(tmp_path / "c.npy", np.array([1, None]))
+    with pytest.raises(InvalidParamsError, match=r"c\.npy has values of object, of which no"):
+        array(tmp_path / "c.npy")
 
 
 def test_a_chunk_that_was_replaced_deleted_or_damaged_is_an_error(tmp_path) -> None:
