@@ -20,7 +20,9 @@ from prefect_torch_ddp.tasks.report.page.plot import COLOURS, render_together
 
 MAX_ROWS = 200
 MAX_COLUMNS = 6
-"""Of the arguments that differ."""
+"""Of the arguments that differ, and the seed."""
+MAX_NAMES = 10
+"""Of those that have no column."""
 MAX_LABEL = 26
 
 
@@ -44,7 +46,7 @@ def render_sweep(name: str, trials: Sequence[Trial], metric: str, links: Links) 
         metric: by which they are compared.
         links: where the rows lead.
     """
-    varied = _varied(trials)
+    varied, more = _varied(trials)[:MAX_COLUMNS], _varied(trials)[MAX_COLUMNS:]
     ended = sum(trial.record.state == "completed" for trial in trials)
     kept = f'`resume_from="{trials[0].record.run_id}"` continues it.'
     best = best_of(trials, metric)
@@ -54,13 +56,16 @@ def render_sweep(name: str, trials: Sequence[Trial], metric: str, links: Links) 
         _curves(trials, varied, metric),
         _table(trials, varied, metric, links),
         f"{count(len(trials) - MAX_ROWS)} more aren't shown." if len(trials) > MAX_ROWS else "",
+        _left_out(more),
     )
 
 
 def best_of(trials: Sequence[Trial], metric: str) -> str:
     """Say in a line which of the trials is the best; see `render_sweep`."""
     given = _given(trials[0])
-    chosen = ", ".join(f"{short(each)} {_cell(given, each)}" for each in _varied(trials))
+    chosen = ", ".join(
+        f"{short(each)} {_cell(given, each)}" for each in _varied(trials)[:MAX_COLUMNS]
+    )
     score = f"Best: {short(metric)} {number(trials[0].score)}"
     return f"{score} with {chosen}" if chosen else score
 
@@ -109,7 +114,8 @@ def _label(trial: Trial, varied: Sequence[str]) -> str:
 
 
 def _given(trial: Trial) -> Mapping[str, object]:
-    return dict(flat({**trial.record.options, **trial.record.arguments}))
+    record = trial.record
+    return dict(flat({"seed": record.seed, **record.options, **record.arguments}))
 
 
 def _varied(trials: Sequence[Trial]) -> list[str]:
@@ -122,8 +128,14 @@ def _varied(trials: Sequence[Trial]) -> list[str]:
         given = _given(trial)
         for name, seen in values.items():
             seen.add(repr(given.get(name)))
-    names = [name for name, seen in values.items() if len(seen) > 1]
-    return names[:MAX_COLUMNS]
+    return [name for name, seen in values.items() if len(seen) > 1]
+
+
+def _left_out(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(map(short, names[:MAX_NAMES])) + (" ..." if len(names) > MAX_NAMES else "")
+    return f"{count(len(names))} more arguments differ: {shown}."
 
 
 def _cell(given: Mapping[str, object], name: str) -> str:

@@ -35,9 +35,9 @@ def sweep_report(
     """Show all calls of a `ddp_task` in this flow run on one page, and return the best call.
 
     Call it in the flow, after its calls of the task have ended. The page is an artifact of the flow
-    run: a table of the calls, best first, with the arguments and options that differ, and their
-    curves together. It has the calls of earlier attempts of the flow run too. A call that failed,
-    or that didn't report the metric, is never the best.
+    run: a table of the calls, best first, with the arguments, options and seeds that differ, and
+    their curves together. It has the calls of earlier attempts of the flow run too. A call that
+    failed, or that didn't report the metric, is never the best.
 
     Args:
         task: the task as it was called: if you changed it by `with_options`, the changed task.

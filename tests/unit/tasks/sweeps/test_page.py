@@ -36,6 +36,26 @@ def test_only_what_differs_has_a_column() -> None:
     assert 'resume_from="fit-1"' in page
 
 
+def test_the_seeds_of_a_sweep_over_seeds_have_a_column() -> None:
+    """Though they are options of the task; an argument that is called so stays what it is."""
+    first, second = trial(1, lr=0.1), trial(2, lr=0.1)
+    record = second.record.model_copy(update={"seed": 18})
+    trials = [first, Trial(record, second.score, second.curves)]
+    assert "| seed | rmse | state |" in render_sweep("fit", trials, "rmse", Links())
+    assert best_of(trials, "rmse") == "Best: rmse 0.5 with seed 17"
+    assert best_of([trial(1, seed=3), trial(2, seed=4)], "rmse") == "Best: rmse 0.5 with seed 3"
+
+
+def test_arguments_without_a_column_are_counted() -> None:
+    """A page has room for six that differ, and says how many more do."""
+    many = [trial(i, **{f"a{name}": name + i for name in range(8)}) for i in (1, 2)]
+    page = render_sweep("fit", many, "rmse", Links())
+    assert "| a0 | a1 | a2 | a3 | a4 | a5 | rmse |" in page
+    assert "2 more arguments differ: a6, a7." in page
+    few = render_sweep("fit", [trial(1, lr=1), trial(2, lr=2)], "rmse", Links())
+    assert "more arguments differ" not in few
+
+
 def test_the_best_curves_have_colours_and_the_others_are_pale() -> None:
     """Of ten calls four are named, in each of the two pictures."""
     trials = [trial(number, score=number / 10, lr=number) for number in range(1, 11)]
