@@ -11,7 +11,7 @@ from prefect.utilities.importtools import from_qualified_name
 from prefect_torch_ddp.data.images.listing import digest_of_listing
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import is_path, storage_from_uri
+from prefect_torch_ddp.storage.locate import is_path, source_from_uri, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
@@ -245,16 +245,17 @@ _OTHER_KINDS = frozenset({"gcs-bucket", "azure-blob-storage-container"})
 """Other blocks of Prefect that people have; they can't be written conditionally here."""
 
 
-def resolve_source(reference: str) -> Storage:
+def resolve_source(reference: str) -> Readable:
     """Return what raw data is read from.
 
     Args:
-        reference: a directory, an `s3://` URI or a block.
+        reference: a directory, an `s3://` URI, a block, or the `https://` address of one file.
 
     Raises:
         InvalidParamsError: it names nothing that can be read.
     """
-    found = resolve_storage(reference)
+    found: Readable
+    found = resolve_storage(reference) if _is_block(reference) else source_from_uri(reference)
     folder = found.local_folder
     if folder is not None and not folder.is_dir():
         sees = "the flow and the ranks have to see the same one"

@@ -458,8 +458,9 @@ class TrainParams(ContextParams):
     """Options of the workload's prepare. They are part of its cache key; train and evaluate see
     them too."""
     source: Reference | None = None
-    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block. prepare runs again
-    when the data change."""
+    """Raw data, for ctx.source: a directory, s3://bucket/prefix, a block, or the https:// address
+    of one file of at most 4 GiB, perhaps with #sha256=... at its end. prepare runs again when the
+    data change."""
     cluster: ClusterParams = Field(default_factory=ClusterParams)
     """Which Dask cluster trains."""
     evaluate_on: Literal["last", "best"] = "last"

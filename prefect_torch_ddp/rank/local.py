@@ -15,7 +15,7 @@ from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
 from prefect_torch_ddp.refusals import unknown
-from prefect_torch_ddp.storage.locate import storage_at, storage_from_uri
+from prefect_torch_ddp.storage.locate import source_from_uri, storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 
@@ -95,7 +95,10 @@ def local_assembly(
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
     if "source" in config:
-        config["source"], _ = readable_at(config["source"])
+        given = config["source"]
+        config["source"] = (
+            source_from_uri(str(given)) if isinstance(given, str | Path) else readable_at(given)[0]
+        )
     default_to_fork()
     seed_stage(seed, config["stage"])
     # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for

@@ -10,7 +10,8 @@ from typing import Any
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.https import HttpsFile
+from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 SCHEMES: Mapping[str, Callable[..., Storage]] = {"s3": S3Storage.from_uri}
@@ -19,6 +20,7 @@ OF_FSSPEC = frozenset({"s3"})
 """Those of `SCHEMES` that fsspec opens too."""
 GROUP = "prefect_torch_ddp.storages"
 """The group of entry points by which installed packages name their own schemes."""
+WITHOUT_TLS = frozenset({"http", "ftp"})
 WRITE_INSTEAD = (
     "write a directory (/data/runs, ~/runs), s3://bucket/prefix, "
     "or a Prefect block such as s3-bucket/name"
@@ -67,6 +69,24 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
         msg = f"{scheme}: names no known storage; {way_out}"
         raise InvalidParamsError(msg)
     return make(uri, **access)
+
+
+def source_from_uri(uri: str) -> Readable:
+    """Return what a path or a URI of raw data names: a storage, or a file on a web server.
+
+    Raises:
+        InvalidParamsError: it names neither.
+    """
+    scheme = _scheme_of(uri)
+    if scheme == "https":
+        return HttpsFile.from_uri(uri)
+    if scheme in WITHOUT_TLS and not _named(scheme):
+        msg = (
+            f"raw data isn't read by {scheme}:, which others may change on its way; give the "
+            f"https:// address of a single file, or {WRITE_INSTEAD}"
+        )
+        raise InvalidParamsError(msg)
+    return storage_from_uri(uri)
 
 
 def is_path(reference: str) -> bool:
