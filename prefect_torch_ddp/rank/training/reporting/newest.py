@@ -10,6 +10,9 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 
+MAX_NAMES = 20
+"""Of metrics that a warning names."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +30,7 @@ class NewestMetrics:
         """The best metric's report that the newest checkpoint has."""
         self._best = -math.inf
         """Of the best metric in this attempt's checkpoints; larger is better."""
-        self._has_warned = False
+        self._has_warned = self._has_missed = False
 
     def take(self, metrics: Mapping[str, Any], num_samples: int) -> None:
         """Take metrics that are reported now, in a step with so many samples of this rank."""
@@ -63,6 +66,7 @@ class NewestMetrics:
 
     def _rate(self, metric: str) -> None:
         """Note the best metric of a checkpoint; warn, once, if a best value is of other weights."""
+        self._warn_if_missed(metric)
         if metric not in self._values or self._reports.get(metric) == self._rated:
             return
         value = self._values[metric] * (1 if self._policy.best_is == "max" else -1)
@@ -83,4 +87,16 @@ class NewestMetrics:
                 metric,
                 step,
                 now,
+            )
+
+    def _warn_if_missed(self, metric: str) -> None:
+        """Warn, once, that the best metric may have another name: others are validated already."""
+        is_missed = metric and metric not in self._values and any(map(is_validation, self._values))
+        if is_missed and not self._has_missed:
+            self._has_missed = True
+            logger.warning(
+                "checkpoint.best_metric is %r, which rank 0 hasn't reported yet; it has reported "
+                "%s: no checkpoint is kept as the best before it is reported",
+                metric,
+                ", ".join(list(self._values)[:MAX_NAMES]),
             )

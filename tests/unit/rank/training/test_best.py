@@ -236,6 +236,29 @@ def test_a_run_that_starts_from_another_has_no_best_of_its_yet(tmp_path: Path) -
     assert (top.step, top.metrics["val_accuracy"]) == (8, 0.5)
 
 
+def test_a_best_metric_of_another_name_is_said_while_it_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with what is reported: at the end no best checkpoint could be kept any more."""
+    said = "checkpoint.best_metric is 'score', which rank 0 hasn't reported yet; it has reported"
+    with training(tmp_path / "other", every_steps=3) as (ctx, model):
+        for epoch in range(3):
+            for _ in four_steps(ctx, model):
+                ctx.report(loss=1.0)
+            assert (said in caplog.text) is (epoch > 0)
+            ctx.report(val_score=0.5)
+    assert caplog.text.count(said) == 1
+    assert f"{said} loss, val_score: no checkpoint is kept as the best" in caplog.text
+    caplog.clear()
+    with training(tmp_path / "late", every_steps=3) as (ctx, model):
+        for _ in range(3):
+            for _ in four_steps(ctx, model):
+                ctx.report(loss=1.0)
+            ctx.report(val_loss=0.5)
+            ctx.report(score=0.5)
+    assert said not in caplog.text
+
+
 def test_the_best_ones_of_no_metric_are_refused() -> None:
     """They would never be kept."""
     with pytest.raises(ValueError, match=r"keep_best is 3, .*; give best_metric"):
