@@ -1,5 +1,6 @@
 """A program that has its own loop, its own checkpoints, or both: what `RankContext` gives it."""
 
+import logging
 import time
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.step_end import StepEnd
 from prefect_torch_ddp.rank.training.training_state import TrainingState
+
+logger = logging.getLogger(__name__)
 
 
 class Program:
@@ -33,6 +36,7 @@ class Program:
         self._requests, self._numbers = requests, numbers
         self._saver, self._state = saver, state
         self._loop: OwnLoop | None = None
+        self._has_epochs = False
 
     @cached_property
     def folder(self) -> CheckpointFolder:
@@ -56,6 +60,7 @@ class Program:
             here = self._config, self._info, self._requests, self._numbers.progress, self._link
             end = StepEnd(*here, number - 1)
             self._loop = OwnLoop(end, self._saver, self._numbers, number)
+        self._has_epochs |= ends_epoch is not None
         due = self._loop.due(number, ends_epoch=ends_epoch)
         if due.save and self.saves_folders:
             self.folder.due_since_s = time.monotonic()
@@ -63,8 +68,17 @@ class Program:
 
     def close_loop(self, *, failed: bool) -> None:
         """Take no further part in the ranks' agreements."""
-        if self._loop is not None:
-            self._loop.close(failed=failed)
+        if self._loop is None:
+            return
+        self._loop.close(failed=failed)
+        every = self._config.checkpoint.every_epochs
+        is_whole = not failed and self._numbers.progress.stopped_by is None
+        if every and is_whole and not self._has_epochs and self._info.rank == 0:
+            logger.warning(
+                "checkpoint.every_epochs=%d made no checkpoint: no call of ctx.due had "
+                "ends_epoch=..., the number of the epoch that ended",
+                every,
+            )
 
     def close(self) -> None:
         """Remove the local folder."""

@@ -61,6 +61,27 @@ def test_a_step_that_is_committed_is_not_due(tmp_path: Path) -> None:
         assert ctx.due(2).save
 
 
+@pytest.mark.parametrize(
+    ("every_epochs", "ends_epoch", "is_said"), [(1, None, True), (1, 1, False), (None, None, False)]
+)
+def test_an_interval_of_epochs_in_a_loop_that_says_no_epochs_is_warned_of(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    every_epochs: int | None,
+    ends_epoch: int | None,
+    *,
+    is_said: bool,
+) -> None:
+    """At the loop's end, since an epoch may have many steps; no checkpoint came by it."""
+    policy = CheckpointParams(every_epochs=every_epochs)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        _ = ctx.checkpoint_folder
+        for step in range(1, 4):
+            ctx.due(step, ends_epoch=ends_epoch if step == 3 else None)
+    said = "checkpoint.every_epochs=1 made no checkpoint: no call of ctx.due had ends_epoch=..."
+    assert caplog.text.count(said) == is_said
+
+
 def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
     """There is nothing to save, but the loop can be stopped."""
     with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_steps=1)) as ctx:
