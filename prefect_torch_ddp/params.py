@@ -298,6 +298,11 @@ class CheckpointParams(Params):
         return self
 
     @property
+    def has_interval(self) -> bool:
+        """Whether checkpoints are made during a training without being asked for."""
+        return any(getattr(self, name) for name in ("every_s", *COUNTED_INTERVALS))
+
+    @property
     def best_is(self) -> Direction:
         """Whether the best value is the largest or the smallest."""
         if self.best_mode != "auto":

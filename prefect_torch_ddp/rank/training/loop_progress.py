@@ -98,6 +98,17 @@ class Position(NamedTuple):
         return self._replace(loop=loop, epoch=self.epoch + (self.batch > 0), **fresh)
 
 
+class Moment(NamedTuple):
+    """Where a training is, at a step's end or outside of a step; equal on all ranks."""
+
+    step: int
+    """The last one that ended; 0: none has."""
+    ended_epoch: int | None
+    """The epoch that has just ended, from 1; None: none has."""
+    is_saved: bool
+    """Whether the newest checkpoint was made here."""
+
+
 @dataclass
 class LoopProgress:
     """The steps, epochs and batches of a training, and whether its loops have stopped."""
@@ -129,6 +140,13 @@ class LoopProgress:
         """Whether the last call of `steps` has one epoch, as in a loop over epochs around it."""
         before = self.position.epoch - self.position.loop_epoch
         return self.total_epochs is not None and self.total_epochs - before == 1
+
+    def moment(self, *, is_saved: bool) -> Moment:
+        """Return where the training is, for the decision whether a checkpoint is due."""
+        # A call that only counts its steps is never at an epoch's end.
+        is_between = self.position.loop_epoch > 0 and self.position.batch == 0
+        epoch = self.position.epoch if is_between and self.share is None else None
+        return Moment(self.step, epoch, is_saved)
 
     def continue_from(self, step: int, epoch: int, position: Position) -> None:
         """Begin where a checkpoint was made, of this run or of another one."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, Reported
-from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Moment, Position
 from prefect_torch_ddp.storage.formats import build
 
 
@@ -26,17 +26,6 @@ class OwnProgress(NamedTuple):
     step: int
     total: int | None
     epoch: int
-
-
-class Moment(NamedTuple):
-    """Where a training is, at a step's end or outside of a step; equal on all ranks."""
-
-    step: int
-    """The last one that ended; 0: none has."""
-    ended_epoch: int | None
-    """The epoch that has just ended, from 1; None: none has."""
-    is_saved: bool
-    """Whether the newest checkpoint was made here."""
 
 
 @dataclass
@@ -81,11 +70,7 @@ class CheckpointNumbers:
     @property
     def moment(self) -> Moment:
         """Where the training is, for the decision whether a checkpoint is due."""
-        progress, position = self.progress, self.progress.position
-        # A call that only counts its steps is never at an epoch's end.
-        is_between = position.loop_epoch > 0 and position.batch == 0
-        epoch = position.epoch if is_between and progress.share is None else None
-        return Moment(progress.step, epoch, self.is_saved)
+        return self.progress.moment(is_saved=self.is_saved)
 
     def moment_after(self, step: int, ended_epoch: int | None) -> Moment:
         """Return the moment at the end of a step of a loop that isn't `ctx.steps`."""

@@ -15,7 +15,7 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
 from prefect_torch_ddp.rank.strategies.strategy import Strategy
-from prefect_torch_ddp.rank.training.numbers import Moment
+from prefect_torch_ddp.rank.training.loop_progress import Moment
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from prefect_torch_ddp.checkpoint.gather import SaveCost
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.training.numbers import Moment
+from prefect_torch_ddp.rank.training.loop_progress import Moment
 
 MIN_INTERVAL_S = 2.0
 MAX_INTERVAL_S = 60.0

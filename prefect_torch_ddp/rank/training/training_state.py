@@ -146,8 +146,7 @@ class TrainingState:
         Args:
             asks_due: whether the user's own loop asks `ctx.due`, and so knows when to save.
         """
-        policy = self._config.checkpoint
-        has_interval = policy.every_s or policy.every_steps or policy.every_epochs
+        has_interval = self._config.checkpoint.has_interval
         is_idle = self._saver.is_open and not self._numbers.has_begun and not asks_due
         if is_idle and has_interval and not self._has_warned:
             self._has_warned = True
