@@ -62,6 +62,8 @@ class Program:
             self._loop = OwnLoop(end, self._saver, self._numbers, number)
         self._has_epochs |= ends_epoch is not None
         due = self._loop.due(number, ends_epoch=ends_epoch)
+        if due.save and due.stop:
+            self._state.expect_save()
         if due.save and self.saves_folders:
             self.folder.due_since_s = time.monotonic()
         return due

@@ -55,7 +55,7 @@ class TrainingState:
         self._restores: set[str] = set()
         """The names of what the checkpoint has, or has to have."""
         self._followed: list[Passes] = []
-        self._has_warned = False
+        self._has_warned = self._expects_save = False
 
     @property
     def resumed(self) -> Restorer | None:
@@ -157,10 +157,16 @@ class TrainingState:
             )
         self.save_if(self.due())
 
+    def expect_save(self) -> None:
+        """Take the next request: the user's own loop was asked to save and to stop."""
+        self._expects_save = True
+
     def save_outside(self) -> None:
         """Save at once, outside of `steps`, under its own number if the step's is taken."""
-        if not self._saver.is_open or self._numbers.progress.stopped_by is not None:
+        is_stopped = self._numbers.progress.stopped_by is not None
+        if not self._saver.is_open or (is_stopped and not self._expects_save):
             return  # after a loop that was stopped from outside that code comes too early
+        self._expects_save = False
         if not self._replay.is_under_way:
             self._saver.save_outside()
             return

@@ -1,5 +1,7 @@
 """`ctx.due` in a loop of the user's own: the same decisions as in `ctx.steps`."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,35 @@ def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
             ctx.due(3)
         with pytest.raises(InvalidParamsError, match="given step 13 after step 3: call it once"):
             ctx.due(13)
+
+
+@pytest.mark.parametrize("how", ["from outside", "by itself"])
+def test_tracked_objects_are_saved_at_the_step_of_a_stop(tmp_path: Path, how: str) -> None:
+    """What `due` asks for then is written; code after the loop comes too early to be saved."""
+
+    def train() -> list[int]:
+        made = []
+        policy = CheckpointParams(every_s=None, every_steps=3)
+        with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+            state = ctx.state(step=0, has_ended=False)
+            for step in range(state.step + 1, 9):
+                made.append(step)
+                state.step = step
+                if step == 5 and ctx.attempt == 1 and how == "from outside":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if step == 5 and ctx.attempt == 1 and how == "by itself":
+                    ctx.request_stop("enough")
+                due = ctx.due(step)
+                ctx.checkpoint(force=due.save)
+                if due.stop:
+                    break
+            assert not state.has_ended
+            state.has_ended = ctx.attempt == 1 and how == "from outside"
+            ctx.checkpoint(force=state.has_ended)
+        return made
+
+    assert train() == [1, 2, 3, 4, 5]
+    assert train() == [6, 7, 8]
 
 
 @pytest.mark.parametrize("saves_after_it", [True, False])
