@@ -11,7 +11,6 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import Report, TrainReport
@@ -115,7 +114,7 @@ def _run(run: Run) -> TrainReport:
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
         # future lives. Next to the cluster, what needs no ranks is done here: a Dask worker takes
         # 0.1 s to begin a task.
-        there = find_dataset(run.storage, run.dataset_id)
+        there = run.find_dataset()
         prepare_now = prepare.with_options(refresh_cache=there is None)
         if there is not None and is_here:
             prepare_now(run)  # a result that Prefect kept may describe deleted data

@@ -454,7 +454,8 @@ class TrainParams(ContextParams):
     )
 
     workload: Annotated[str, BeforeValidator(_module_name)] = "prefect_torch_ddp.examples.digits"
-    """Module (or module:object) with the functions prepare, train and evaluate."""
+    """Module (or module:object) with the functions prepare, train and evaluate. With a source of
+    Parquet files it needs no prepare."""
     world_size: Count = 2  # a local cluster is made for it, so it can't be left open
     """How many ranks train together."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -58,7 +58,7 @@ def _html(value: str) -> str:
 
 @exported_by("prefect_torch_ddp")
 class DatasetReport(Result):
-    """What prepare wrote.
+    """What prepare wrote; of a workload without prepare, the Parquet files of its source.
 
     Example:
         The size of the prepared data, from the report of `train_flow`:
@@ -69,12 +69,13 @@ class DatasetReport(Result):
 
     dataset_id: str
     """Digest of the workload's prepare, its options and the version of the raw data: the same id,
-    the same data."""
+    the same data. Without prepare, of the source's files."""
     uri: str
     num_files: int
     num_bytes: int
     digest: str
-    """sha256 over the names and contents of all files."""
+    """sha256 over the names and contents of all files; without prepare, over the source's URI and
+    its files' names, sizes and ETags (in a directory, times of their last change)."""
 
 
 @exported_by("prefect_torch_ddp")

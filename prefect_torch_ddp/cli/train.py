@@ -169,7 +169,8 @@ def _check_workload(params: "TrainParams") -> None:
     """Refuse a workload whose source shows an error, before a server or cluster is started."""
     from prefect_torch_ddp.tasks.workload import check_options, read_workload
 
-    check_options(read_workload(params.workload), [*params.options, *params.data_options])
+    workload = read_workload(params.workload, has_source=params.source is not None)
+    check_options(workload, [*params.options, *params.data_options])
 
 
 def _use_server() -> None:

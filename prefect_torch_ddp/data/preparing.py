@@ -1,13 +1,16 @@
-"""Helpers for a workload's `prepare`: whole files of the raw data, and a reproducible split."""
+"""Helpers for a workload's `prepare`, and what is the dataset of a workload without one."""
 
+import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import exported_by
+from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 
 if TYPE_CHECKING:
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
 NUM_AT_ONCE = 64
 MIN_SAMPLES = 2  # one for each side
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
 
 
 @exported_by("prefect_torch_ddp.data")
@@ -46,6 +50,48 @@ def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]
             if isinstance(content, StorageError):
                 raise content
             yield part.key, content
+
+
+def is_parquet(name: str) -> bool:
+    """Tell whether a name is that of a Parquet file, and neither it nor a folder of it is hidden.
+
+    Files and folders whose name begins with a dot or an underscore are left out, such as _SUCCESS
+    and _metadata.
+    """
+    parts = name.strip("/").split("/")
+    is_hidden = any(part.startswith(("_", ".")) for part in parts)
+    return name.lower().endswith(PARQUET_SUFFIXES) and not is_hidden
+
+
+def tables_in(source: Readable) -> DatasetReport:
+    """Describe the Parquet files of a source as the dataset of a workload without `prepare`.
+
+    Its digest is that of the names, sizes and ETags: no file is read.
+
+    Raises:
+        InvalidParamsError: there is no Parquet file.
+        StorageError: the source can't be listed.
+    """
+    digest, num_files, num_bytes = hashlib.sha256(source.identity.encode()), 0, 0
+    for item in list_dataset(source):
+        if is_parquet(item.key):
+            row = repr((item.key, item.num_bytes, item.etag))
+            digest.update(row.encode(errors="surrogatepass"))
+            num_files, num_bytes = num_files + 1, num_bytes + item.num_bytes
+    if not num_files:
+        msg = (
+            "a workload with no prepare trains on the Parquet files of its source, and there is "
+            f"no Parquet file in {source.uri}: a name must end with {', '.join(PARQUET_SUFFIXES)}. "
+            "Other data needs a function prepare(ctx)"
+        )
+        raise InvalidParamsError(msg)
+    return DatasetReport(
+        dataset_id=digest.hexdigest()[:16],
+        uri=source.uri,
+        num_files=num_files,
+        num_bytes=num_bytes,
+        digest=digest.hexdigest(),
+    )
 
 
 @exported_by("prefect_torch_ddp.data")

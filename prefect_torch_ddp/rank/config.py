@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
+from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
@@ -38,6 +39,8 @@ class RankConfig:
     """Whether each step's samples are recorded."""
     source: Readable | None = None
     """Where the raw data is."""
+    in_place: DatasetReport | None = None
+    """The tables of `source`, if they are the dataset."""
 
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""

@@ -6,7 +6,7 @@ It is long by its docstrings, which are the manual.
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -160,6 +160,8 @@ class RankContext:
             if self.config.dataset_id is None:
                 given = f"the {self.stage} stage of run {self.run_id} was given no dataset"
                 msg = f"{given}; RankContext.local(data=...) sets one"
+                if self.config.source is not None:
+                    msg += ". A workload without prepare reads its source, ctx.data_storage"
                 raise InvalidParamsError(msg)
             self._assembly.folder = local_dataset(self.config.storage, self.config.dataset_id)
         return self._assembly.folder
@@ -168,6 +170,8 @@ class RankContext:
     def data_storage(self) -> Storage:
         """The dataset in its storage, to read by ranges; in the prepare stage, the folder.
 
+        If the workload has no prepare, this is `ctx.source`: its Parquet files are the dataset.
+
         Raises:
             InvalidParamsError: this rank was given no dataset.
             StorageError: the dataset was never published.
@@ -175,7 +179,10 @@ class RankContext:
         from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - if used
 
         if self.stage == "prepare" or self.config.dataset_id is None:
-            return storage_at(self.data)
+            source, has_folder = self.config.source, self._assembly.folder is not None
+            if self.stage == "prepare" or has_folder or source is None:
+                return storage_at(self.data)
+            return cast("Storage", source)  # of a run it is one
         return dataset_in_place(self.config.storage, self.config.dataset_id)
 
     @property

@@ -6,7 +6,6 @@ from prefect import task
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.tasks.clusters.current import current_client
@@ -26,7 +25,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
     """Run the workload's `prepare` on one rank and publish its dataset, unless it exists."""
-    there = find_dataset(run.storage, run.dataset_id)
+    there = run.find_dataset()
     if there is None:
         return or_cancelled(_prepare, run)
     get_run_logger().info(

@@ -11,9 +11,12 @@ from prefect.context import FlowRunContext
 from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.data.preparing import tables_in
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.config import RankConfig, Stage
+from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
 from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
@@ -39,6 +42,8 @@ class Run:
     resume_from: ResumePoint | None = None
     source: Readable | None = None
     """Where the raw data is."""
+    in_place: DatasetReport | None = None
+    """The source's tables, if they are the dataset: the workload has no `prepare`."""
 
     @classmethod
     def from_params(cls, params: TrainParams) -> Self:
@@ -48,7 +53,7 @@ class Run:
             InvalidParamsError, CheckpointError, StorageError: something given can't work.
         """
         params = with_ranks_placed(params)
-        workload = read_workload(params.workload)
+        workload = read_workload(params.workload, has_source=params.source is not None)
         check_options(workload, [*params.options, *params.data_options])
         storage = resolve_storage(params.storage)
         check_trackers(params.trackers, storage)
@@ -60,15 +65,21 @@ class Run:
         run_id = run_id_of(context.flow_run.name, context.flow_run.id)
         experiment = experiment_of(params.workload)
         resume_from = resume_point(params, storage, run_id, experiment)
-        raw = None if source is None else fingerprint_of(source)
+        in_place, raw = None, None
+        if source is not None and not workload.has_prepare:
+            in_place = tables_in(source)
+        elif source is not None:
+            raw = fingerprint_of(source)
+        named = in_place and in_place.dataset_id
         return cls(
             run_id=run_id,
             params=params,
             storage=storage,
-            dataset_id=dataset_id(workload, params.data_options, raw),
+            dataset_id=named or dataset_id(workload, params.data_options, raw),
             experiment=experiment,
             resume_from=resume_from,
             source=source,
+            in_place=in_place,
         )
 
     @classmethod
@@ -92,13 +103,27 @@ class Run:
         own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
         point = parse_resume_from(checkpoint, own, resolve_storage)
         point.manifest()
-        params, dataset_id, experiment = recorded_params(own, point.run_id)
+        params, dataset, experiment = recorded_params(own, point.run_id)
         if cluster is not None:
             theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
             params = params.model_copy(update={"cluster": cluster, **theirs})
         params = with_ranks_placed(params)
         source = None if params.source is None else resolve_source(params.source)
-        return cls(point.run_id, params, own, dataset_id, experiment, source=source), point
+        is_in_place = source is not None and dataset.uri == source.uri
+        run = cls(
+            run_id=point.run_id,
+            params=params,
+            storage=own,
+            dataset_id=dataset.dataset_id,
+            experiment=experiment,
+            source=source,
+            in_place=dataset if is_in_place else None,
+        )
+        return run, point
+
+    def find_dataset(self) -> DatasetReport | None:
+        """Return the dataset if it is there; None if it has to be prepared."""
+        return self.in_place or find_dataset(self.storage, self.dataset_id)
 
     def rank_config(
         self, stage: Stage, attempt: int, restore: CheckpointId | None = None
@@ -113,7 +138,8 @@ class Run:
             # data_options.
             return config(dataset_id=self.dataset_id, options=params.data_options, seed=0)
         return config(
-            dataset_id=self.dataset_id,
+            dataset_id=None if self.in_place else self.dataset_id,
+            in_place=self.in_place,
             options={**params.data_options, **params.options},
             resume_from=self.resume_from if stage == "train" else None,
             restore=restore and ResumePoint(self.storage, self.run_id, *restore),

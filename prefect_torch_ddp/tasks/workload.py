@@ -7,7 +7,7 @@ import json
 import symtable
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ class WorkloadSource:
     name: str
     tree: ast.Module
     object_name: str | None
+    has_prepare: bool = True
+    """False: its source's Parquet files are its dataset. If the source doesn't show it, True."""
 
 
 def _is_no_data(node: ast.stmt) -> bool:
@@ -37,10 +39,14 @@ def _is_no_data(node: ast.stmt) -> bool:
     )
 
 
-def read_workload(reference: str) -> WorkloadSource:
+def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
 
     Objects that aren't plain classes can't be checked without running the module.
+
+    Args:
+        reference: `package.module` or `package.module:object`.
+        has_source: whether the run has raw data; then the workload needs no `prepare`.
 
     Raises:
         InvalidParamsError: there is no such module, it can't be parsed, or a function is
@@ -64,11 +70,18 @@ def read_workload(reference: str) -> WorkloadSource:
             return found
         *_, scope = (child for child in scope.get_children() if child.get_name() == object_name)
         kind, wanted = "function ", FUNCTIONS
-    if missing := ", ".join(repr(name) for name in wanted if name not in _bound_in(scope)):
+    missing = [name for name in wanted if name not in _bound_in(scope)]
+    lacks_prepare = wanted is FUNCTIONS and missing == ["prepare"]
+    if lacks_prepare and has_source:
+        found, missing = replace(found, has_prepare=False), []
+    if missing:
         needs = "a workload defines prepare(ctx), train(ctx) and evaluate(ctx)"
         there = ", ".join(each.get_name() for each in scope.get_symbols() if each.is_namespace())
         defines = f"{needs}; {path.name} defines {there or 'no function'}"
-        msg = f"workload {reference!r} has no {kind}{missing}: {defines}"
+        lacks = ", ".join(map(repr, missing))
+        msg = f"workload {reference!r} has no {kind}{lacks}: {defines}"
+        if lacks_prepare:
+            msg += "; with a source of Parquet files, source=..., it needs no prepare"
         raise InvalidParamsError(msg)
     _check_arguments(found)
     return found
@@ -175,7 +188,8 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
     contexts = {arg.arg for node in ast.walk(tree) if (arg := _context_of(node)) is not None}
     # What its other parameters are given isn't followed.
     functions = {name for name, node in defined.items() if contexts & _parameters_of(node)}
-    models, found, is_plain = set[str](), set[str](), defined.keys() >= {*FUNCTIONS}
+    needed = {*FUNCTIONS} if workload.has_prepare else {"train", "evaluate"}
+    models, found, is_plain = set[str](), set[str](), defined.keys() >= needed
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in contexts:
             is_plain &= _stays_here(node, parents[node], functions)

@@ -87,8 +87,8 @@ def complete_record(
     return record
 
 
-def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, str]:
-    """Return the parameters of a run of train_flow, its dataset's id and its experiment.
+def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, DatasetReport, str]:
+    """Return the parameters of a run of train_flow, its dataset and its experiment.
 
     Raises:
         InvalidParamsError: it has no record, is no run of train_flow, or an option was hidden.
@@ -103,7 +103,7 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
         msg = f"run {run_id} can't be evaluated from its record: {why}"
         raise InvalidParamsError(msg)
     params, _ = build_model(TrainParams, {**given, "seed": record.seed})
-    return params, record.dataset.dataset_id, record.experiment
+    return params, record.dataset, record.experiment
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:

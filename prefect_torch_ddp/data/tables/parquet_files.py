@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
+from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.locate import is_path
 from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readable
 
-SUFFIXES = (".parquet", ".parq", ".pq")
 FOOTER_BYTES = 64 * 2**10
 """Bytes that are first read from each file's end; a larger footer takes a second request."""
 NUM_FOOTERS = 256
@@ -63,7 +63,7 @@ def find_files(
 
 def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) -> list[Found]:
     name = str(where) if isinstance(where, str | Path) else ""
-    if storage is None and name.lower().endswith(SUFFIXES):  # a file, or a folder named so
+    if storage is None and name.lower().endswith(PARQUET_SUFFIXES):  # a file, or a folder named so
         if is_path(name):
             above, name = str(Path(name).parent), Path(name).name
         else:
@@ -72,12 +72,13 @@ def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) ->
     else:
         source, prefix = readable_at(where, storage, **ways)
         prefix = prefix.rstrip("/")
-    is_folder = prefix and not prefix.lower().endswith(SUFFIXES)
+    is_folder = prefix and not prefix.lower().endswith(PARQUET_SUFFIXES)
     found = list_dataset(source, f"{prefix}/" if is_folder else prefix)
     listed = [item for item in found if _is_in(item.key, prefix)]
     if not listed:
         what = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
-        msg = f"there is no Parquet file in {what}: a name must end with {', '.join(SUFFIXES)}"
+        ends = ", ".join(PARQUET_SUFFIXES)
+        msg = f"there is no Parquet file in {what}: a name must end with {ends}"
         raise InvalidParamsError(msg)
     return [(source, item) for item in listed]
 
@@ -87,8 +88,7 @@ def _is_in(key: str, prefix: str) -> bool:
         return True
     if prefix and not key.startswith(f"{prefix}/"):
         return False  # a neighbour whose name begins the same way
-    below = key.removeprefix(prefix).strip("/").split("/")
-    return key.lower().endswith(SUFFIXES) and not any(part.startswith(("_", ".")) for part in below)
+    return is_parquet(key.removeprefix(prefix))
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,14 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
 
 
 def _about(config: RankConfig) -> dict[str, Any]:
-    dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
+    dataset = config.in_place
+    if config.dataset_id is not None:
+        dataset = find_dataset(config.storage, config.dataset_id)
     shown = {"dataset_id", "digest", "num_files", "num_bytes"}
     about = None if dataset is None else dataset.model_dump(include=shown)
-    if about is not None and (found := statistics_in(config.storage, about["dataset_id"])):
-        about["statistics"] = found
+    if about is not None and config.dataset_id is not None:
+        found = statistics_in(config.storage, config.dataset_id)
+        about |= {"statistics": found} if found else {}
     versions = {package: _version(package) for package in PACKAGES}
     return {
         "options": hidden("", config.options),

@@ -2,6 +2,7 @@
 allow."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.preparing import seeded_split
+from prefect_torch_ddp.data.preparing import seeded_split, tables_in
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
 @given(
@@ -102,3 +104,27 @@ def test_impossible_splits_are_refused(arguments: tuple[int, float, int], words:
     """The message says which value is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         seeded_split(*arguments)
+
+
+def test_the_tables_of_a_source_are_a_dataset_where_they_lie(tmp_path: Path) -> None:
+    """It has the files that `table` reads, and another id when one of them changes."""
+    source = DirectoryStorage(tmp_path)
+    for name in ("a.parquet", "below/b.PQ", "_metadata.parquet", ".tmp/c.parquet", "readme.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"four")
+    found = tables_in(source)
+    assert (found.uri, found.num_files, found.num_bytes) == (source.uri, 2, 8)
+    assert tables_in(source) == found
+    (tmp_path / "readme.txt").write_bytes(b"other")
+    assert tables_in(source) == found
+    (tmp_path / "a.parquet").write_bytes(b"longer")
+    changed = tables_in(source)
+    assert changed.dataset_id != found.dataset_id
+    assert changed.digest != found.digest
+
+
+def test_a_source_without_tables_needs_a_prepare(tmp_path: Path) -> None:
+    """The error names the source and the way out."""
+    (tmp_path / "cat.jpg").write_bytes(b"x")
+    with pytest.raises(InvalidParamsError, match=rf"no prepare.*no Parquet file in {tmp_path}"):
+        tables_in(DirectoryStorage(tmp_path))

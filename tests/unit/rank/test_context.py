@@ -358,6 +358,21 @@ def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext
         use(ctx)
 
 
+def test_without_a_dataset_its_source_is_in_its_place(tmp_path: Path) -> None:
+    """Of a workload without prepare, `data_storage` is the source; `data` says so."""
+    with RankContext.local(source=tmp_path) as ctx:
+        assert ctx.data_storage == ctx.source
+        with pytest.raises(InvalidParamsError, match=r"was given no dataset; .*ctx\.data_storage"):
+            _ = ctx.data
+    with RankContext.local(source=tmp_path, data=tmp_path / "own") as ctx:
+        assert ctx.data_storage.uri == str(tmp_path / "own")
+    with (
+        RankContext.local(source=tmp_path, stage="prepare") as ctx,
+        pytest.raises(InvalidParamsError, match="was given no dataset"),
+    ):
+        _ = ctx.data_storage
+
+
 def test_whole_numbers_of_any_library_count(tmp_path: Path) -> None:
     """Also in a checkpoint, as plain ones."""
     with RankContext.local(storage=tmp_path, ledger=True) as ctx:

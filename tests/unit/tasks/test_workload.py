@@ -141,6 +141,20 @@ def test_source_that_is_no_workload(write: Write, source: str, part: str, says: 
         read_workload(reference)
 
 
+def test_a_workload_with_a_source_needs_no_prepare(write: Write) -> None:
+    """Its two functions are enough; without a source the error names both ways out."""
+    found = read_workload(write(OTHERS), has_source=True)
+    assert not found.has_prepare
+    assert known_options(found) == set()
+    assert read_workload(write(BASE), has_source=True).has_prepare
+    assert read_workload(write(BASE)).has_prepare
+    says = r"has no function 'prepare': .* a source of Parquet files, .* needs no prepare"
+    with pytest.raises(InvalidParamsError, match=says):
+        read_workload(write(OTHERS))
+    with pytest.raises(InvalidParamsError, match="has no function 'prepare', 'train'"):
+        read_workload(write("def evaluate(ctx): ..."), has_source=True)
+
+
 @pytest.mark.parametrize(
     ("reference", "says"),
     [

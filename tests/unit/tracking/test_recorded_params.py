@@ -20,12 +20,13 @@ def put_on_record(storage: DirectoryStorage, options: dict[str, Any], *, flow: b
 
 
 def test_the_parameters_come_back(tmp_path: Path) -> None:
-    """All of them, with the dataset's id and the experiment."""
+    """All of them, with the dataset and the experiment."""
     storage = DirectoryStorage(tmp_path)
     given = {"names": ["a <b>", "a of 3", "timm:resnet50@v1", "docker://repo:tag@sha256:abc"]}
     put_on_record(storage, {"epochs": 3, "about": given})
-    params, dataset_id, experiment = recorded_params(storage, "r")
-    assert (params.options["epochs"], dataset_id, experiment) == (3, "d", "e")
+    params, dataset, experiment = recorded_params(storage, "r")
+    assert (params.options["epochs"], dataset.dataset_id, experiment) == (3, "d", "e")
+    assert dataset.model_dump() == DATASET
     assert params.options["about"] == given
 
 
