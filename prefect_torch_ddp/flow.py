@@ -30,6 +30,7 @@ DEFAULTS = TrainParams()
 OURS_GRACE_S = 5.0
 OTHERS_GRACE_S = 25.0
 PREPARED_AGAIN = "the data is prepared again"
+EVALUATED_AGAIN = "the model is evaluated again"
 RESUMED = "the training is submitted again and resumes from its newest checkpoint"
 
 P = ParamSpec("P")
@@ -127,7 +128,8 @@ def _run(run: Run) -> TrainReport:
         with trackers_fed(params, run.storage, run.experiment):
             training = _resubmitted(RESUMED, train_now, params, run, dataset)
             checkpoint = chosen_checkpoint(run, training)
-            evaluation = on_worker(evaluate, params, run, checkpoint, training.world_size)
+            scored = run, checkpoint, training.world_size
+            evaluation = _resubmitted(EVALUATED_AGAIN, evaluate, params, *scored)
             found = run, dataset, training, evaluation, checkpoint
             report: TrainReport
             if is_here:

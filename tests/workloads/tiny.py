@@ -97,11 +97,14 @@ def dask_worker_of(rank_pid: int) -> int:
 
 def evaluate(ctx: RankContext) -> Report:
     """Score on the held-out points; fail once if `options["fail_evaluation_once"]` names a file
-    that isn't there yet."""
+    that isn't there yet, or with `options["kills_worker"]` kill the Dask worker."""
     linger_if_told(ctx, "evaluate")
     marker = ctx.options.get("fail_evaluation_once")
     if marker and not Path(marker).exists():
         Path(marker).touch()
+        if ctx.options.get("kills_worker"):
+            os.kill(dask_worker_of(os.getpid()), signal.SIGKILL)
+            signal.pause()
         msg = "told to fail once"
         raise ValueError(msg)
     return score_linear(ctx, read(ctx, "test"), CLASSES)

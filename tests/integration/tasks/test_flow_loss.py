@@ -63,6 +63,23 @@ def test_the_worker_of_the_train_task_is_lost(tmp_path: Path) -> None:
     lose_the_worker_of_the_train_task(tmp_path, "kill_grandparent")
 
 
+def test_the_worker_of_the_evaluate_task_is_lost(tmp_path: Path) -> None:
+    """It gets SIGKILL once the training is over, which is evaluated again."""
+    params = TrainParams(
+        workload="tests.workloads.tiny",
+        storage=str(tmp_path / "store"),
+        world_size=1,
+        options={"fail_evaluation_once": str(tmp_path / "failed"), "kills_worker": True},
+        retries=1,
+    )
+    report = train_flow(params)
+    assert report.evaluation.num_samples == 21
+    assert report.training.attempt == 1
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert train_states(flow_run_id, "evaluate") == ["Completed", "Crashed"]
+    wait_until_said(flow_run_id, "died while it ran the task itself; the model is evaluated again")
+
+
 def test_the_worker_of_the_prepare_task_is_lost(tmp_path: Path) -> None:
     """It gets SIGKILL while Dask computes the dataset, which is then prepared again."""
     params = TrainParams(
