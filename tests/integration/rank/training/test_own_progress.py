@@ -1,5 +1,7 @@
 """Real ranks in their own loops are killed and resumed with the same records, values and bits."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,23 @@ def train(ctx: RankContext) -> dict[str, Any]:
         state.done = step
         if step == ctx.options.get("die_at") and ctx.rank == 1:
             die_after_checkpoint(ctx, ctx.options.get("die_after"))
-        if step % 2 == 0:
-            ctx.checkpoint(force=True)
+        if step == ctx.options.get("ended_at") and ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        due = ctx.due(step)
+        ctx.checkpoint(force=due.save or step % 2 == 0)
+        if due.stop:
+            break
     return {"sha256": sha256_of_weights(bare), "done": state.done}
 
 
-def losses(folder: Path) -> list[tuple[int, int, float]]:
+def records(folder: Path) -> list[Any]:
     """Return what is on record."""
-    records = read_records(DirectoryStorage(folder), "run")
-    return [(each.step, each.rank, each.metrics["loss"]) for each in records]
+    return list(read_records(DirectoryStorage(folder), "run"))
+
+
+def losses(folder: Path) -> list[tuple[int, int, float]]:
+    """Return the losses that are on record."""
+    return [(each.step, each.rank, each.metrics["loss"]) for each in records(folder)]
 
 
 def test_a_killed_loop_of_its_own_ends_with_the_same_weights_and_records(tmp_path: Path) -> None:
@@ -58,6 +68,18 @@ def test_a_killed_loop_of_its_own_ends_with_the_same_weights_and_records(tmp_pat
     assert [each[:2] for each in losses(tmp_path / "killed")] == [
         (step, rank) for step in range(1, NUM_STEPS + 1) for rank in range(2)
     ]
+
+
+def test_a_loop_that_gets_sigterm_saves_the_step_that_all_ranks_stop_after(tmp_path: Path) -> None:
+    """No step is made again, and every bit is the undisturbed run's."""
+    whole = train_on(2, config_for(tmp_path / "whole", None), train)
+    ended = train_on(2, config_for(tmp_path / "ended", None, options={"ended_at": 3}), train)
+    done = ended[0]["done"]
+    assert [each["done"] for each in ended] == [done, done]
+    assert done in {3, 4, 5}
+    assert train_on(2, config_for(tmp_path / "ended", None), train) == whole
+    attempts = {each.step: each.attempt for each in records(tmp_path / "ended")}
+    assert attempts == {step: 1 if step <= done else 2 for step in range(1, NUM_STEPS + 1)}
 
 
 def differ(ctx: RankContext) -> str:
