@@ -12,8 +12,10 @@ from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
+from prefect_torch_ddp.tasks.report.preparation import PreparationPage
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -38,9 +40,15 @@ def _prepare(run: Run) -> DatasetReport:
     config = run.rank_config("prepare", attempt=1)
     returned = run_stage(run, config, 1, "logs/prepare")
     if isinstance(returned, LazyDataset):
-        with current_client() as client:
+        teller = Teller()
+        with current_client() as client, PreparationPage(run.experiment, run.run_id) as page:
+
+            def show(line: str, percent: float) -> None:
+                teller.show(line, percent)
+                page.show(line, percent)
+
             returned = publish_computed(
-                client, run.storage, run.dataset_id, returned, get_run_logger()
+                client, run.storage, run.dataset_id, returned, get_run_logger(), show=show
             )
     made = DatasetReport.model_validate(returned)
     words = "prepared dataset %s (%s files, %s) at %s"

@@ -29,6 +29,7 @@ from prefect_torch_ddp.tasks.clusters.current import all_workers_here
 from prefect_torch_ddp.tasks.gangs.collection_parts import kept_encodings
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.report.markdown import count, size
+from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 if TYPE_CHECKING:
     from logging import Logger, LoggerAdapter
@@ -122,7 +123,9 @@ class GivenCollections:
                 continue
             try:
                 all_workers_here(client, storage)  # refuses those that don't see its folder
-                made = publish_computed(client, storage, name.dataset_id, lazy, logger)
+                made = publish_computed(
+                    client, storage, name.dataset_id, lazy, logger, show=Teller().show
+                )
             except InvalidParamsError as error:
                 msg = f"argument {argument}: {error}"
                 raise InvalidParamsError(msg) from error

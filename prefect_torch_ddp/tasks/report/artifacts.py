@@ -5,7 +5,8 @@ import re
 from typing import Literal
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -21,6 +22,10 @@ from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 
 MAX_KEY_NAME = 60
+REQUEST_TIMEOUT_S = 5.0
+KEEPALIVE_S = 2.0
+"""How long an idle connection is used again. Prefect's server closes it after 5 s, also our
+interval: a request that meets the closing fails by a ReadError."""
 FLOW = "train-ddp"
 EXAMPLES = ("digits",)
 EXAMPLE_FOLDER = "prefect_torch_ddp.examples."
@@ -70,6 +75,13 @@ def put_runs(writer: "ArtifactWriter", view: RunView) -> None:
 def ui_url() -> str:
     """Return the address of Prefect's UI as browsers open it; empty if there is none."""
     return PREFECT_UI_URL.value() or ""
+
+
+def artifact_client() -> SyncPrefectClient:
+    """Return a client for whoever enters it: not the one that the task's thread uses."""
+    limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+    settings = {"timeout": REQUEST_TIMEOUT_S, "limits": limits}
+    return get_client(sync_client=True, httpx_settings=settings)
 
 
 class ArtifactWriter:

@@ -10,8 +10,6 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any, Self
 
-import httpx
-from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -30,6 +28,7 @@ from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import (
     ArtifactWriter,
+    artifact_client,
     key,
     put_page,
     put_runs,
@@ -45,10 +44,6 @@ from prefect_torch_ddp.tasks.report.report_file import ReportFile
 from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
-REQUEST_TIMEOUT_S = 5.0
-KEEPALIVE_S = 2.0
-"""How long an idle connection is used again. Prefect's server closes it after 5 s, also our
-interval: a request that meets the closing fails by a ReadError."""
 FINISH_TIMEOUT_S = 10.0
 """How long a training's end waits for everything that is to be shown, recorded and sent."""
 
@@ -226,11 +221,7 @@ class LiveReport:
 
     def _write(self, stack: ExitStack) -> None:
         if self._writer is None:
-            # With settings of its own the client is not the one that the task's thread uses.
-            limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-            settings = {"timeout": REQUEST_TIMEOUT_S, "limits": limits}
-            client = get_client(sync_client=True, httpx_settings=settings)
-            client, per_task = stack.enter_context(client), not self._is_published
+            client, per_task = stack.enter_context(artifact_client()), not self._is_published
             self._writer = ArtifactWriter(client, *self._run_ids, per_task=per_task)
         with self._lock:
             # The end is written whatever came before: it has been read again.

@@ -4,6 +4,7 @@ import inspect
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
+from prefect_torch_ddp.tasks.watch.terminal import Display
+from tests.support.waiting import wait_until
 from tests.unit.data.test_loader import loader_of
-from tests.workloads.dask_parts import META, failing_part, grids, part
+from tests.workloads.dask_parts import META, failing_part, grids, held_part, part
 from tests.workloads.given_rows import fit
 
 pytestmark = pytest.mark.timeout(200)
@@ -155,6 +158,18 @@ def test_persisted_collections_are_datasets_too(client, tmp_path) -> None:
     rows, group, values = call.args
     assert len(table(rows, columns=["number"])) == len(NUMBERS)
     assert len(array(group, "t2m", nan=0.0)) == len(array(values, nan=0.0)) == 14
+
+
+def test_the_terminal_shows_how_far_it_is(client, tmp_path) -> None:
+    """While the partitions are computed."""
+    held = given(frame(partial(held_part, folder=str(tmp_path))))
+    with Display("fit") as display, ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(held.computed, client, DirectoryStorage(tmp_path / "s"), logger)
+        try:
+            wait_until(lambda: display._plain() == "fit: 0 % · prepared 0 of 6 partitions, 0 bytes")
+        finally:
+            (tmp_path / "release").touch()
+        computing.result()
 
 
 def test_what_computing_raises_is_the_users_error(client, tmp_path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from prefect_torch_ddp.tasks.ddp_task import GangTask
 from tests.integration.tasks.test_cancel import check_cancelled, wait_until_gone
 from tests.support.gangs import pids_in
+from tests.support.runs import newest_flow_run, report_of
 from tests.support.terminals import environment_with, in_terminal, seen_in
 from tests.support.waiting import HANG_S, wait_until
 
@@ -55,6 +56,20 @@ def nightly():
 
 if __name__ == "__main__":
     nightly()
+"""
+PREPARE = """
+import sys
+from prefect_torch_ddp import ClusterParams, TrainParams, train_flow
+
+if __name__ == "__main__":
+    folder, address = sys.argv[1:]
+    params = TrainParams(
+        workload="tests.workloads.dask_table",
+        storage=folder + "/store",
+        data_options={"hold": folder},
+        cluster=ClusterParams(address=address),
+    )
+    train_flow(params)
 """
 LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} \| [A-Z]+ +\| .* - .*|")
 """As Prefect writes a record, or nothing."""
@@ -96,6 +111,33 @@ def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path
     of_train = [line for line in said if "Task run 'train-" in line]
     assert any("attempt 1 trains" in line for line in of_train)
     assert any("stopped" in line for line in of_train), of_train
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api")
+def test_how_far_dask_is_with_a_dataset_is_in_the_bar_and_on_the_page(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """With the time left; the training then takes over the page."""
+    (tmp_path / "prepare.py").write_text(PREPARE)
+    for i in range(3):  # of two workers one computes two: before it writes the first, it may begin
+        (tmp_path / f"let-{i}").touch()  # the next
+    far = r"prepared [1-5] of 6 partitions, [\d.]+ \w+, .*\d s left"
+    arguments = str(tmp_path), dask_cluster.scheduler_address
+    with in_terminal(tmp_path / "prepare.py", *arguments, **LOUD) as terminal:
+        try:
+            wait_until(lambda: re.search(rf" [1-9]\d % {far}", terminal.text), what="a bar")
+            flow_run_id = newest_flow_run().id
+            wait_until(lambda: re.search(far, report_of(flow_run_id)), what="a page")
+        finally:
+            (tmp_path / "release").touch()
+        assert terminal.wait() == 0, terminal.text
+    assert any(
+        re.match(rf"prepare ━\S+ +[1-9]\d % {far}", line) for line in seen_in(terminal.text)[1]
+    )
+    page = report_of(flow_run_id)
+    assert "of 6 partitions" not in page
+    assert "## Ranks" in page
 
 
 @pytest.mark.long
