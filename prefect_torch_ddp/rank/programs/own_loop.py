@@ -54,7 +54,9 @@ class OwnLoop:
         if self._numbers.progress.has_stopped:
             return Due(save=False, stop=True)
         stop = self._stop or end.stop(step)
-        reason = partial(self._saver.due, moment=self._numbers.moment_after(step, ends_epoch))
+        by_step = self._saver.holds_folders
+        moment = self._numbers.moment_after(step, ends_epoch, is_number=by_step)
+        reason = partial(self._saver.due, moment=moment)
         if stop is not None:
             end.heed(stop, step)
             return Due(save=reason(Reason.STOP) is not None, stop=True)

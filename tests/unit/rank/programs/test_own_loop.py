@@ -84,6 +84,22 @@ def test_an_interval_of_epochs_in_a_loop_that_says_no_epochs_is_warned_of(
     assert caplog.text.count(said) == is_said
 
 
+def test_the_number_of_a_checkpoint_of_tracked_objects_is_not_taken_for_a_step(
+    tmp_path: Path,
+) -> None:
+    """These count from 0, whatever the step is: number 1 doesn't mean that step 1 is saved."""
+    policy = CheckpointParams(every_s=None, every_steps=1)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        ctx.state(value=0)
+        for _ in range(2):
+            ctx.checkpoint(force=True)
+        assert [ctx.due(step).save for step in (1, 2)] == [True, True]
+        ctx.checkpoint(force=True)
+        ctx.checkpoint(force=True)
+        ctx.request_stop("enough")
+        assert tuple(ctx.due(3)) == (True, True)
+
+
 def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
     """There is nothing to save, but the loop can be stopped."""
     with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_steps=1)) as ctx:
