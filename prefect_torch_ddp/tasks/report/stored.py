@@ -31,6 +31,9 @@ LOOK_INTERVAL_S = 20.0
 """Between two looks at checkpoints, claims and failures, each an object to read."""
 MAX_RECORDS = 500_000
 """That are read once more at the end, for the epochs: a second's work."""
+TOO_MANY = (
+    "The epochs are left out: the training has more than {:,} records. `read_metrics` has them."
+)
 MAX_EARLIER = 100
 """Runs of an experiment among which the best one is looked for."""
 READ_SHARE = 1 / 64
@@ -122,8 +125,11 @@ class Readings:
             self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
             due["goodput"] = lambda: goodput_so_far(*at)
             due["checkpoints"] = lambda: kept_checkpoints(*at)
-        if is_last and needs_epochs and self._num_records < MAX_RECORDS:
-            due["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
+        if is_last and needs_epochs:
+            if self._num_records < MAX_RECORDS:
+                due["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
+            else:
+                due["without_epochs"] = lambda: TOO_MANY.format(MAX_RECORDS)
         if not has_previous:
             due["previous"] = lambda: previous_run(self._storage, record)
             due["earlier"] = lambda: earlier_runs(self._storage, record)

@@ -50,6 +50,8 @@ class RunView:
     earlier: Sequence[RunRecord] = ()
     """The experiment's newest other runs, newest first."""
     epochs: Sequence[EpochRow] = ()
+    without_epochs: str = ""
+    """Why these are left out."""
     report: TrainReport | None = None
     """Of train_flow, at its end."""
     ranks: Sequence[TimingLine] = ()

@@ -264,7 +264,7 @@ def _models(view: RunView) -> str:
 
 def _epochs(view: RunView) -> str:
     rows = view.epochs if view.report is None else view.report.epochs
-    return epoch_table(rows, judged_by(view))
+    return epoch_table(rows, judged_by(view)) or view.without_epochs
 
 
 TOP: Sequence[Callable[[RunView], str]] = (
