@@ -1,4 +1,5 @@
-"""The programs of the pages on tables and arrays run as they stand there, but for their data."""
+"""The programs of the pages on tables, arrays and collections run as they stand there, but for
+their data."""
 
 import re
 import sys
@@ -53,6 +54,19 @@ def write_fields(store: Path) -> int:
     fields = xr.Dataset({"t2m": t2m, "not_used": t2m[0]})
     fields.to_zarr(store, encoding={"t2m": {"chunks": (100, 64, 128)}})
     return (10 - 5) * 64 * 128
+
+
+def test_the_program_on_collections_trains_on_an_argument(tmp_path: Path) -> None:
+    """The flow prints the last loss, and the dataset is in the storage."""
+    write_trips(tmp_path / "trips")
+    _, program = blocks_of(DOCS / "collections.md")[0]
+    for named, ours in (("/data/trips", "trips"), ("/shared/runs", "runs")):
+        assert program.count(f'"{named}"') == 1
+        program = program.replace(named, str(tmp_path / ours))
+    name = write_program(program, tmp_path)
+    said = run(sys.executable, name, folder=tmp_path, timeout_s=COMMAND_S)
+    assert re.search(r"^\d+\.\d+$", said, re.MULTILINE), said
+    assert len(list((tmp_path / "runs/datasets").glob("*/manifest.json"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -165,15 +165,16 @@ def _code_of(collection: Any) -> Mapping[str, str]:
     pickler = _ModulesUsed(SimpleNamespace(write=lambda _: None), protocol=5)
     pickler.modules = set()
     pickler.dump(collection)
-    files = {
-        name: getattr(sys.modules.get(name), "__file__", None) or "" for name in pickler.modules
-    }
-    return {
-        name: hashlib.sha256(ast.dump(parse_python(Path(file).read_bytes())).encode()).hexdigest()
-        for name, file in files.items()
-        # Those of `__main__` are in the tokens themselves.
-        if name != "__main__" and file.endswith(".py") and not is_installed(file)
-    }
+    found: dict[str, str] = {}
+    for name in pickler.modules - {"__main__"}:  # whose functions are in the tokens themselves
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or is_installed(file):
+            continue
+        with suppress(OSError):  # compiled, or its file is gone
+            code = ast.dump(parse_python(inspect.getsource(module).encode()))
+            found[name] = hashlib.sha256(code.encode()).hexdigest()
+    return found
 
 
 class _ModulesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped

@@ -75,8 +75,11 @@ def test_a_name_depends_on_the_code_of_the_users_functions(tmp_path, monkeypatch
         import own_cleaning
 
         found.append(ids(frame().map_partitions(own_cleaning.clean)))
-    sys.modules.pop("own_cleaning")
     assert found[0] == found[1] != found[2]
+    frames = frame().map_partitions(own_cleaning.clean)
+    (tmp_path / "own_cleaning.py").unlink()  # as of a module that was made for a while
+    assert ids(frames)[0] not in found[2]
+    sys.modules.pop("own_cleaning")
 
 
 def test_other_arguments_stay_as_they_are() -> None:
