@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.lazy import exported_by
@@ -143,6 +143,20 @@ class Readable(ABC):
     @property
     def local_folder(self) -> Path | None:
         """The folder whose files are its objects, by their keys; None if there is none."""
+        return None
+
+    @property
+    def storage_options(self) -> dict[str, Any] | None:
+        """With which Dask, pandas and xarray, by fsspec, open `uri`: endpoint and credentials.
+
+        They hold secrets, if the storage was given some. Dask sends them to its workers. None: it
+        is opened without, as a folder is.
+
+        Example:
+            Read the source of a run by Dask, wherever it is:
+
+                rows = dd.read_parquet(ctx.source.uri, storage_options=ctx.source.storage_options)
+        """
         return None
 
 

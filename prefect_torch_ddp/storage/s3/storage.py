@@ -117,6 +117,23 @@ class S3Storage(S3Location, Storage):
         """The URI and the endpoint."""
         return f"{self.uri} at {self.endpoint}"
 
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """See `Readable.storage_options`; arguments of `s3fs.S3FileSystem`."""
+        client = {"region_name": self.region, "verify": self.verify}
+        style = {} if self.addressing_style is None else {"addressing_style": self.addressing_style}
+        options = {
+            "anon": self.anonymous or None,
+            "key": self.access_key_id,
+            "secret": self.secret_access_key,
+            "token": self.session_token,
+            "profile": self.profile,
+            "endpoint_url": self.endpoint_url,
+            "client_kwargs": {name: value for name, value in client.items() if value is not None},
+            "config_kwargs": {"s3": style} if style else {},
+        }
+        return {name: value for name, value in options.items() if value not in (None, {})}
+
     def below(self, folder: str) -> Self:
         """See `Storage.below`."""
         return replace(self, prefix=self.name_of(check_key(folder)))

@@ -4,12 +4,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import dask
+import dask.dataframe as dd
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import xarray as xr
 
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import RankContext, S3Storage
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
 from prefect_torch_ddp.records.ledger import read_ledger
@@ -126,3 +129,24 @@ def test_what_collate_fn_draws_is_the_same_for_any_number_of_workers(tmp_path) -
     """The generators are seeded for each batch."""
     rows = table(numbered(tmp_path, [64], 8), ["number"])
     assert noisy_batches(rows, 16, num_workers=1) == noisy_batches(rows, 16, num_workers=2)
+
+
+def test_dask_and_xarray_open_what_a_storage_is(storages, monkeypatch) -> None:
+    """With the endpoint and the keys of the storage, which the environment doesn't have."""
+    monkeypatch.setitem(dask.config.config, "scheduler", "sync")
+    for storage in storages.values():
+        options = storage.storage_options
+        rows = dd.read_parquet(storage.uri, storage_options=options)
+        assert len(rows) == NUM_ROWS
+        store, where = storage.below("gridded"), f"{storage.uri}/gridded"
+        field = xr.Dataset({"t2m": ("time", np.arange(6.0))})
+        field.to_zarr(where, storage_options=options, consolidated=False)
+        found = xr.open_zarr(store.uri, storage_options=options, consolidated=False)
+        xr.testing.assert_identical(found.load(), field)
+        assert store.storage_options == options
+    anonymous = S3Storage("b", anonymous=True, region="eu-west-1", addressing_style="path")
+    assert anonymous.storage_options == {
+        "anon": True,
+        "client_kwargs": {"region_name": "eu-west-1"},
+        "config_kwargs": {"s3": {"addressing_style": "path"}},
+    }
