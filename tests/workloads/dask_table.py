@@ -22,7 +22,7 @@ def prepare(ctx: RankContext) -> object:
 
 def train(ctx: RankContext) -> dict[str, float]:
     """Learn the half of a number."""
-    rows = table(ctx.data, features=["number"], target="half")
+    rows = table(ctx.data_storage, features=["number"], target="half")
     model = ctx.wrap(torch.nn.Linear(1, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     ctx.track(model=model, optimizer=optimizer)
@@ -37,7 +37,7 @@ def train(ctx: RankContext) -> dict[str, float]:
 
 def evaluate(ctx: RankContext) -> Report:
     """Score it on the same rows."""
-    rows = table(ctx.data, features=["number"], target="half")
+    rows = table(ctx.data_storage, features=["number"], target="half")
     model = torch.nn.Linear(1, 1)
     ctx.track(model=model)
     meter = RegressionMeter()
