@@ -129,6 +129,6 @@ def _short_name(experiment: str) -> str:
 def _evaluated(evaluation: Report) -> str:
     accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
     loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
-    shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
-    others = [f"{short(name)} {number(value)}" for name, value in shown]
+    scores = list(evaluation.scores.items())[len(accuracy) + len(loss) :]
+    others = [f"{short(name)} {number(value)}" for name, value in scores[:MAX_HEADLINE_METRICS]]
     return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])

@@ -424,6 +424,13 @@ def test_the_epoch_table_has_the_judged_metric_and_says_how_many_are_left_out():
     assert "left out" not in whole
 
 
+def test_the_headline_tells_a_metric_from_the_fixed_score_of_its_name():
+    """Both are shown, each once."""
+    both = Report(num_samples=8, accuracy=0.75, metrics={"accuracy": 0.5, "loss": 2.0})
+    page = page_of(report=report(evaluation=both))
+    assert "accuracy 75.00 %, metric.accuracy 0.5, loss 2, 8 samples" in page
+
+
 def test_all_scores_of_an_evaluation_are_on_the_page():
     """More than stand at its top are a table, next to those of the last run."""
     metrics = {f"top{i}": i / 10 for i in range(1, 6)}
