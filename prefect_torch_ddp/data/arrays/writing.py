@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from prefect_torch_ddp.data.arrays.statistics import measured
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -27,6 +29,8 @@ class VariableTarget:
     """Zarr's objects that describe the group and the variable."""
     is_measured: bool
     """Whether statistics of it are wanted."""
+    encoding: Mapping[str, Any]
+    """How the values are to be stored, such as packed as integers; empty: as they are."""
 
 
 def write_block(block: Any, target: VariableTarget, start: tuple[int, ...]) -> Written:
@@ -41,7 +45,7 @@ def write_block(block: Any, target: VariableTarget, start: tuple[int, ...]) -> W
         start: the block's first position along each dimension.
 
     Raises:
-        InvalidParamsError: zarr or xarray can't write the values.
+        InvalidParamsError: zarr or xarray can't write the values, or not as the encoding says.
         StorageError: the storage failed.
     """
     import xarray as xr  # noqa: PLC0415 - an extra
@@ -59,11 +63,61 @@ def write_block(block: Any, target: VariableTarget, start: tuple[int, ...]) -> W
     except (TypeError, ValueError) as error:
         msg = f"the block of {target.name} at {start} can't be written as Zarr: {error}"
         raise InvalidParamsError(msg) from error
+    refuse_changed(objects, target.name, part.variables[target.name], target.encoding, region)
     new = [key for key in objects if key not in target.metadata]
     files = [
         _write_first(target.storage, target.files_key, key, objects[key].to_bytes()) for key in new
     ]
     return Written(tuple(files), measured(block) if target.is_measured else None)
+
+
+def refuse_changed(
+    objects: Mapping[str, Any],
+    name: str,
+    given: Any,
+    encoding: Mapping[str, Any],
+    region: Mapping[str, slice],
+) -> None:
+    """Refuse values that are others when they are read again.
+
+    xarray keeps the encoding of a file for what is computed from it, and integers that are too
+    small for the new values wrap around in silence.
+
+    Args:
+        objects: of a Zarr group in memory.
+        name: of the variable.
+        given: the xarray variable that was written.
+        encoding: how. Without any, values are stored as they are.
+        region: where, along each dimension.
+
+    Raises:
+        InvalidParamsError: the values are others.
+    """
+    import xarray as xr  # noqa: PLC0415 - an extra
+    from zarr.storage import MemoryStore  # noqa: PLC0415
+
+    if not encoding or given.dtype.kind not in "biufcmM":
+        return
+    store = MemoryStore(dict(objects))
+    found = xr.open_dataset(store, engine="zarr", chunks=None, consolidated=False, decode_cf=False)
+    raw, is_time = found.variables[name].isel(region), given.dtype.kind == "m"
+    stored = xr.conventions.decode_cf_variable(name, raw, decode_timedelta=is_time)
+    if not _are_equal(given.values, stored.values, abs(encoding.get("scale_factor", 0))):
+        how = ", ".join(f"{key} {value}" for key, value in encoding.items())
+        msg = (
+            f"values of {name} would be others if they are stored as its encoding says ({how}): "
+            "they may be computed from those of a file with that encoding. Call drop_encoding() on "
+            "the Dataset, or round the values yourself"
+        )
+        raise InvalidParamsError(msg)
+
+
+def _are_equal(given: Any, stored: Any, scale: float) -> bool:
+    if given.dtype.kind in "mM":
+        is_same = (given == stored) | (np.isnat(given) & np.isnat(stored))
+        return bool(is_same.all())
+    # Decoding may give float32 for float64, and multiplies by a scale that is no binary fraction.
+    return np.allclose(stored, given, rtol=1e-6, atol=1e-4 * scale, equal_nan=True)
 
 
 def _write_first(storage: Storage, files_key: str, key: str, content: bytes) -> DatasetFile:

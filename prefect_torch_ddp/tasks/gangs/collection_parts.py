@@ -8,7 +8,13 @@ from dask.base import optimize
 from dask.delayed import delayed
 
 from prefect_torch_ddp.data.arrays.statistics import measured, merged, statistics_key
-from prefect_torch_ddp.data.arrays.writing import HOW, VariableTarget, file_of, write_block
+from prefect_torch_ddp.data.arrays.writing import (
+    HOW,
+    VariableTarget,
+    file_of,
+    refuse_changed,
+    write_block,
+)
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.data.tables.writing import write_part
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -95,6 +101,7 @@ class ArrayParts:
             tuple(map(str, variable.dims)),
             {key: self._objects[key] for key in own},
             is_measured,
+            _stored_otherwise(variable),
         )
         # Once for all blocks, and not in each block's task.
         given, write = delayed(target), delayed(write_block, pure=False)
@@ -165,6 +172,11 @@ def _encoded(dataset: Any) -> Any:
     return plain
 
 
+def _stored_otherwise(variable: Any) -> Mapping[str, Any]:
+    """Return what of a variable's encoding changes how its values are stored."""
+    return {key: each for key, each in variable.encoding.items() if key in KEPT_ENCODING}
+
+
 def _fit(chunks: Sequence[int], blocks: Sequence[Sequence[int]]) -> bool:
     """Tell whether each of Dask's blocks has whole chunks."""
     return len(chunks) == len(blocks) and all(
@@ -179,6 +191,9 @@ def _template(dataset: Any) -> Mapping[str, bytes]:
     objects: dict[str, Any] = {}
     try:
         dataset.to_zarr(MemoryStore(objects), mode="w-", compute=False, **HOW)
+        for name, variable in dataset.variables.items():
+            if variable.chunks is None:
+                refuse_changed(objects, str(name), variable, _stored_otherwise(variable), {})
     except (TypeError, ValueError, NotImplementedError) as error:
         msg = f"the Dask collection can't be written as Zarr: {error}"
         raise InvalidParamsError(msg) from error

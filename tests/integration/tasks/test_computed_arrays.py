@@ -90,6 +90,63 @@ def test_an_array_of_dask_and_a_dataarray_are_written(name, given, client, tmp_p
     assert batch[name].tolist() == np.arange(40).reshape(10, 4).tolist()
 
 
+PACKED = {"dtype": "int16", "scale_factor": 0.1, "_FillValue": -32768}
+
+
+def packed(values, encoding=PACKED):
+    """Return values of Dask with an encoding, as xarray's operations inherit it from a file."""
+    found = xr.DataArray(values, dims=("x",), name="t2m")
+    found.encoding = dict(encoding)
+    return found
+
+
+def test_values_that_fit_their_packing_are_packed(client, tmp_path) -> None:
+    """They come back as they were computed, and take two bytes each."""
+    storage = DirectoryStorage(tmp_path)
+    values = np.array([1.5, np.nan, -3276.7, 0.1, 7.0, 1e3], "float32")
+    computed = packed(da.from_array(values, chunks=2)), packed(values).rename("mask")
+    days = xr.DataArray(
+        da.from_array(np.datetime64("2000-01-01T12", "ns") + np.arange(6), chunks=2), dims="x"
+    )
+    days.encoding = {"units": "days since 1990-01-01", "dtype": "int32"}
+    dataset = xr.merge([*computed, days.astype("datetime64[D]").astype("M8[ns]").rename("day")])
+    dataset["day"].encoding = days.encoding
+    publish_computed(client, storage, "d", lazy(dataset), logger)
+    read = xr.open_zarr(local_dataset(storage, "d"), consolidated=False, mask_and_scale=False)
+    assert read["t2m"].dtype == read["mask"].dtype == "int16"
+    read = xr.open_zarr(local_dataset(storage, "d"), consolidated=False)
+    for name in ("t2m", "mask"):
+        assert np.allclose(read[name], values, rtol=1e-6, equal_nan=True)
+    assert np.array_equal(read["day"], dataset["day"])
+
+
+@pytest.mark.filterwarnings("ignore:saving variable", "ignore:invalid value encountered in cast")
+@pytest.mark.parametrize(
+    ("values", "encoding"),
+    [
+        ([1.5, 1e4], PACKED),
+        ([1.5, 1.2345], PACKED),
+        ([1.5, np.nan], {"dtype": "int16", "scale_factor": 0.1}),
+        ([1.5, 2.0], {"dtype": "int8"}),
+        ([1.0, -9.0], {"_FillValue": -9.0}),
+    ],
+    ids=["too large", "finer than the scale", "no fill value", "no scale", "the fill value"],
+)
+@pytest.mark.parametrize("is_dasks", [True, False], ids=["of Dask", "in memory"])
+def test_values_that_packing_would_change_are_refused(
+    values, encoding, is_dasks, client, tmp_path
+) -> None:
+    """Computed values often have the packing of the file that they were computed from."""
+    storage = DirectoryStorage(tmp_path)
+    given = np.array(values, "float64")
+    dataset = packed(da.from_array(given, chunks=1) if is_dasks else given, encoding).to_dataset()
+    dataset["other"] = ("x", da.zeros(2, chunks=1))
+    says = r"values of t2m .* stored .* encoding .* drop_encoding\(\)"
+    with pytest.raises(InvalidParamsError, match=says):
+        publish_computed(client, storage, "d", lazy(dataset), logger)
+    assert find_dataset(storage, "d") is None
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
