@@ -44,7 +44,18 @@ def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
             f"Dataset are written: make one of them{otherwise}"
         )
         raise InvalidParamsError(msg)
+    _refuse_unknown_sizes(value, what)
     return LazyDataset(kind, "arrays", cloudpickle.dumps(value))
+
+
+def _refuse_unknown_sizes(value: Any, what: str) -> None:
+    """Refuse an array of Dask's whose chunks have unknown sizes, as one made of a DataFrame has."""
+    if any(size != size for sizes in getattr(value, "chunks", None) or () for size in sizes):  # noqa: PLR0124 - it is nan
+        msg = (
+            f"{what} an array whose chunks have unknown sizes: call its compute_chunk_sizes(), or "
+            "make it by to_dask_array(lengths=True)"
+        )
+        raise InvalidParamsError(msg)
 
 
 def _refuse_in_memory(value: Any, kind: str, what: str) -> None:

@@ -11,7 +11,7 @@ from functools import cache
 from hashlib import sha256
 from http.client import HTTPException, HTTPResponse
 from typing import Any, Self, cast
-from urllib.parse import unquote, urldefrag, urlsplit
+from urllib.parse import SplitResult, unquote, urldefrag, urlsplit
 
 from prefect_torch_ddp.errors import (
     BadKeyError,
@@ -66,26 +66,17 @@ class HttpsFile(Readable):
             InvalidParamsError: it is no such address, or has a query or a password.
         """
         url, fragment = urldefrag(uri)
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            msg = f"an https:// address can't be read: {error}"
+            raise InvalidParamsError(msg) from error
         digest = _DIGEST.fullmatch(fragment.lower())
-        fault = ""
-        if not parts.hostname or not parts.path.rpartition("/")[2]:
-            fault = "names no single file; write https://host/path/name"
-        elif "@" in parts.netloc or "?" in url:
-            fault = (
-                "has a password or a query, which may be a secret and would be kept with the run's "
-                "parameters; leave it out, or copy the file to a bucket or a folder"
-            )
-        elif fragment and digest is None:
+        fault = _fault_of(url, parts)
+        if fragment and digest is None:
             fault = "may only end with #sha256= and the file's digest, 64 hexadecimal digits"
-        if not fault:
-            try:
-                check_key(unquote(parts.path.rpartition("/")[2]))
-            except BadKeyError as error:
-                fault = f"ends with a name that can't be used: {error}"
         if fault:
-            shown = f"{SCHEME}{parts.hostname or ''}{parts.path}"
-            msg = f"{shown} {fault}"
+            msg = f"{SCHEME}{parts.hostname or ''}{parts.path} {fault}"
             raise InvalidParamsError(msg)
         return cls(url, digest and digest[1])
 
@@ -208,6 +199,25 @@ class HttpsFile(Readable):
         if self.sha256 is not None:
             return self.sha256
         return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+
+
+def _fault_of(url: str, parts: SplitResult) -> str:
+    """Return why an address can't be used; empty if it can."""
+    name = parts.path.rpartition("/")[2]
+    if not parts.hostname or not name:
+        return "names no single file; write https://host/path/name"
+    if "@" in parts.netloc or "?" in url:
+        return (
+            "has a password or a query, which may be a secret and would be kept with the run's "
+            "parameters; leave it out, or copy the file to a bucket or a folder"
+        )
+    if not url.isascii() or any(each.isspace() for each in url):
+        return "has a character that an address can't have: write it as %.., e.g. %20"
+    try:
+        check_key(unquote(name))
+    except BadKeyError as error:
+        return f"ends with a name that can't be used: {error}"
+    return ""
 
 
 class _HttpsOnly(urllib.request.HTTPRedirectHandler):

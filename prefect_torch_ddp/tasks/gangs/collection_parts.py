@@ -57,8 +57,16 @@ class TableParts:
         self.writes = [write(part, storage, files_key, i) for i, part in enumerate(parts)]
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:
-        """Return the files of the dataset; they are all written."""
-        return [file for each in written for file in each.files]
+        """Return the files of the dataset; they are all written.
+
+        Raises:
+            InvalidParamsError: there are no rows.
+        """
+        files = [file for each in written for file in each.files]
+        if not files:
+            msg = "the Dask DataFrame has no rows"
+            raise InvalidParamsError(msg)
+        return files
 
 
 class ArrayParts:

@@ -4,11 +4,13 @@ import ast
 import hashlib
 import inspect
 import json
+import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path, PurePath
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -148,25 +150,26 @@ def _replaced(value: Any, visit: Callable[[Any], Any]) -> Any:
 
 def _dataset_id(collection: Any, lazy: LazyDataset) -> str:
     """Name a collection's dataset: the same computation, the same name, also in other processes."""
+    used = _NamesUsed(SimpleNamespace(write=lambda _: None), protocol=5)
+    used.modules, used.texts = set(), set()
+    used.dump(collection)
     parts = {
-        # Dask's own name for the values; those of files depend on when they were changed.
+        # Dask's own name for the values. Only some of its readers have it depend on the files.
         "token": tokenize(collection, kept_encodings(collection)),
         "form": lazy.form,
-        "code": _code_of(collection),
+        "code": _code_of(used.modules),
+        "files": _files_of(used.texts),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _code_of(collection: Any) -> Mapping[str, str]:
+def _code_of(modules: set[str]) -> Mapping[str, str]:
     """Return a digest of each of the user's modules whose functions or classes Dask calls.
 
     Dask's tokens only have their names. Comments and layout don't count.
     """
-    pickler = _ModulesUsed(SimpleNamespace(write=lambda _: None), protocol=5)
-    pickler.modules = set()
-    pickler.dump(collection)
     found: dict[str, str] = {}
-    for name in pickler.modules - {"__main__"}:  # whose functions are in the tokens themselves
+    for name in modules - {"__main__"}:  # whose functions are in the tokens themselves
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)
         if module is None or file is None or is_installed(file):
@@ -177,9 +180,25 @@ def _code_of(collection: Any) -> Mapping[str, str]:
     return found
 
 
-class _ModulesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+def _files_of(texts: set[str]) -> Mapping[str, Sequence[int]]:
+    """Return size and time of each file of this machine that a text names."""
+    found = {}
+    for text in texts:
+        with suppress(OSError, ValueError):  # it can be no file's name
+            about = Path(text.removeprefix("file://")).stat()
+            if stat.S_ISREG(about.st_mode):
+                found[text] = (about.st_size, about.st_mtime_ns)
+    return found
+
+
+class _NamesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    """Notes the modules of functions and classes, and the texts, that a collection has in it."""
+
     modules: set[str]
+    texts: set[str]
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, FunctionType | type) and value.__module__:
             self.modules.add(value.__module__)
+        elif isinstance(value, str | PurePath):
+            self.texts.add(str(value))

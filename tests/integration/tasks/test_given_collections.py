@@ -1,7 +1,9 @@
 """A Dask collection among a ddp_task's arguments reaches the function as a dataset."""
 
 import inspect
+import json
 import logging
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +13,9 @@ from typing import Any
 import cloudpickle
 import dask.bag as db
 import dask.dataframe as dd
+import pandas as pd
 import pytest
+from dask import delayed
 from distributed import Lock
 from prefect import flow
 from prefect_dask import DaskTaskRunner
@@ -82,6 +86,33 @@ def test_a_name_depends_on_the_code_of_the_users_functions(tmp_path, monkeypatch
     sys.modules.pop("own_cleaning")
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda file: dd.from_map(pd.read_json, [f"file://{file}"], meta=pd.DataFrame({"a": [1]})),
+        lambda file: dd.from_map(pd.read_json, [file], meta=pd.DataFrame({"a": [1]})),
+        lambda file: db.read_text(str(file)).map(json.loads).to_dataframe(meta={"a": "int64"}),
+        lambda file: dd.from_delayed(
+            delayed(pd.read_json, pure=True)(str(file)), meta=pd.DataFrame({"a": [1]})
+        ),
+    ],
+    ids=["an address", "a path", "a Bag of texts", "a Delayed"],
+)
+def test_a_name_depends_on_the_files_that_a_collection_names(read, tmp_path) -> None:
+    """Dask's token alone has only their names, so that a changed file would go unnoticed."""
+    file = tmp_path / "rows.json"
+
+    def name_now(content: str, changed_s: int) -> str:
+        file.write_text(content)
+        os.utime(file, (changed_s, changed_s))
+        (found,) = ids(read(file))
+        return found
+
+    first = name_now('[{"a": 1}]', 1)
+    assert name_now('[{"a": 1}]', 1) == first
+    assert len({first, name_now('[{"a": 2}]', 2), name_now('[{"a": 10}]', 2)}) == 3
+
+
 def test_other_arguments_stay_as_they_are() -> None:
     """A call without collections is the same call, and what xarray holds in memory is a value."""
     call = Call(function, (1, grids().compute(scheduler="sync")), {"a": [2]})
@@ -95,6 +126,7 @@ def test_other_arguments_stay_as_they_are() -> None:
     [
         ((db.from_sequence([1]),), "rows of function is a dask.bag.core.Bag; .* make one of them"),
         ((1, frame()["half"]), "more of function is a dask.*Series; .* make one of them"),
+        ((frame()[["half"]].to_dask_array(),), "rows of function is .*to_dask_array.lengths=True"),
     ],
 )
 def test_collections_that_make_no_dataset_are_refused_by_name(args, says) -> None:
@@ -175,11 +207,19 @@ def test_the_terminal_shows_how_far_it_is(client, tmp_path) -> None:
         computing.result()
 
 
+def test_a_frame_without_rows_is_refused_with_the_argument(client, tmp_path) -> None:
+    """The words are of rows, and not of a storage."""
+    with pytest.raises(InvalidParamsError, match="argument rows: the Dask DataFrame has no rows"):
+        empty = frame()[frame().number < 0]
+        given(empty).computed(client, DirectoryStorage(tmp_path), logger)
+
+
 def test_what_computing_raises_is_the_users_error(client, tmp_path) -> None:
-    """Nothing is left of the dataset, and the log names the argument."""
+    """No dataset is left: what a worker was just writing is no part of one."""
+    storage, failing = DirectoryStorage(tmp_path), given(frame(failing_part))
     with pytest.raises(ValueError, match="partition 1 can't be cleaned"):
-        given(frame(failing_part)).computed(client, DirectoryStorage(tmp_path), logger)
-    assert not list(tmp_path.rglob("*.parquet"))
+        failing.computed(client, storage, logger)
+    assert [find_dataset(storage, name.dataset_id) for name in failing.found] == [None]
 
 
 @pytest.mark.extended
