@@ -98,7 +98,7 @@ def refuse_changed(
 
     if not encoding or given.dtype.kind not in "biufcmM":
         return
-    store = MemoryStore(dict(objects))
+    store: Any = MemoryStore(dict(objects))
     found = xr.open_dataset(store, engine="zarr", chunks=None, consolidated=False, decode_cf=False)
     raw, is_time = found.variables[name].isel(region), given.dtype.kind == "m"
     stored = xr.conventions.decode_cf_variable(name, raw, decode_timedelta=is_time)
