@@ -1,5 +1,6 @@
 """Which Dask collections become datasets, and which are refused; loads neither Dask nor torch."""
 
+import math
 from typing import Any
 
 import cloudpickle
@@ -50,7 +51,8 @@ def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
 
 def _refuse_unknown_sizes(value: Any, what: str) -> None:
     """Refuse an array of Dask's whose chunks have unknown sizes, as one made of a DataFrame has."""
-    if any(size != size for sizes in getattr(value, "chunks", None) or () for size in sizes):  # noqa: PLR0124 - it is nan
+    chunks = getattr(value, "chunks", None) or ()
+    if any(math.isnan(size) for sizes in chunks for size in sizes):
         msg = (
             f"{what} an array whose chunks have unknown sizes: call its compute_chunk_sizes(), or "
             "make it by to_dask_array(lengths=True)"
