@@ -8,11 +8,17 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, artifact_client, key
 from prefect_torch_ddp.tasks.report.markdown import code, text
 
 if TYPE_CHECKING:
     import logging
+
+
+def stopped_line(line: str, error: BaseException) -> str:
+    """Say how far a preparation was when an error stopped it; without credentials in the error."""
+    return f"{line}; stopped by {type(error).__name__}: {without_credentials(str(error))}"
 
 
 class PreparationPage:
@@ -53,7 +59,7 @@ class PreparationPage:
         with self._stack:
             line, percent = self._newest
             if line and error is not None:
-                self._write(f"{line}; stopped by {type(error).__name__}: {error}", percent)
+                self._write(stopped_line(line, error), percent)
 
     def _write(self, line: str, percent: float) -> None:
         try:
