@@ -51,8 +51,8 @@ def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
 
 def _refuse_unknown_sizes(value: Any, what: str) -> None:
     """Refuse an array of Dask's whose chunks have unknown sizes, as one made of a DataFrame has."""
-    chunks = getattr(value, "chunks", None) or ()
-    if any(math.isnan(size) for sizes in chunks for size in sizes):
+    arrays = value.variables.values() if hasattr(value, "variables") else [value]
+    if any(math.isnan(size) for each in arrays for sizes in each.chunks or () for size in sizes):
         msg = (
             f"{what} an array whose chunks have unknown sizes: call its compute_chunk_sizes(), or "
             "make it by to_dask_array(lengths=True)"
