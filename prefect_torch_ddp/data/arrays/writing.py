@@ -15,6 +15,8 @@ from prefect_torch_ddp.storage.protocol import Storage
 HOW: Mapping[str, Any] = {"zarr_format": 3, "consolidated": False, "write_empty_chunks": True}
 """How xarray writes. A chunk that has only the fill value would otherwise be missing."""
 
+TIME_TOLERANCE = np.timedelta64(1, "ms")
+
 
 @dataclass(frozen=True)
 class VariableTarget:
@@ -114,8 +116,11 @@ def refuse_changed(
 
 def _are_equal(given: Any, stored: Any, scale: float) -> bool:
     if given.dtype.kind in "mM":
-        is_same = (given == stored) | (np.isnat(given) & np.isnat(stored))
+        # Days and hours in float64, as files often have them, are exact to about a microsecond.
+        is_same = (np.abs(given - stored) < TIME_TOLERANCE) | (np.isnat(given) & np.isnat(stored))
         return bool(is_same.all())
+    if given.dtype.kind in "biu" and not scale:
+        return np.array_equal(given, stored)
     # Decoding may give float32 for float64, and multiplies by a scale that is no binary fraction.
     return np.allclose(stored, given, rtol=1e-6, atol=1e-4 * scale, equal_nan=True)
 

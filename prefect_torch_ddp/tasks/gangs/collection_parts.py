@@ -199,10 +199,10 @@ def _template(dataset: Any) -> Mapping[str, bytes]:
     objects: dict[str, Any] = {}
     try:
         dataset.to_zarr(MemoryStore(objects), mode="w-", compute=False, **HOW)
-        for name, variable in dataset.variables.items():
-            if variable.chunks is None:
-                refuse_changed(objects, str(name), variable, _stored_otherwise(variable), {})
     except (TypeError, ValueError, NotImplementedError) as error:
         msg = f"the Dask collection can't be written as Zarr: {error}"
         raise InvalidParamsError(msg) from error
+    for name, variable in dataset.variables.items():
+        if variable.chunks is None:
+            refuse_changed(objects, str(name), variable, _stored_otherwise(variable), {})
     return {key: content.to_bytes() for key, content in objects.items()}

@@ -46,7 +46,8 @@ def render_sweep(name: str, trials: Sequence[Trial], metric: str, links: Links) 
         metric: by which they are compared.
         links: where the rows lead.
     """
-    varied, more = _varied(trials)[:MAX_COLUMNS], _varied(trials)[MAX_COLUMNS:]
+    names = _varied(trials)
+    varied, more = names[:MAX_COLUMNS], names[MAX_COLUMNS:]
     ended = sum(trial.record.state == "completed" for trial in trials)
     kept = f'`resume_from="{trials[0].record.run_id}"` continues it.'
     best = best_of(trials, metric)

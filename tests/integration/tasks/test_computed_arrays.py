@@ -120,6 +120,17 @@ def test_values_that_fit_their_packing_are_packed(client, tmp_path) -> None:
     assert np.array_equal(read["day"], dataset["day"])
 
 
+def test_times_in_fractions_of_days_are_stored(client, tmp_path) -> None:
+    """As a file has them whose days are float64: rounded to microseconds, which is no change."""
+    storage = DirectoryStorage(tmp_path)
+    times = np.datetime64("2015-01-01T00:20", "ns") + np.arange(960) * np.timedelta64(1, "h")
+    field = xr.DataArray(da.zeros(960, chunks=240), {"time": times}, ("time",), name="t2m")
+    field.time.encoding = {"units": "days since 1800-01-01", "dtype": "float64"}
+    publish_computed(client, storage, "d", lazy(field), logger)
+    read = xr.open_zarr(local_dataset(storage, "d"), consolidated=False)
+    assert np.abs(read.time.values - times).max() < np.timedelta64(1, "ms")
+
+
 @pytest.mark.filterwarnings("ignore:saving variable", "ignore:invalid value encountered in cast")
 @pytest.mark.parametrize(
     ("values", "encoding"),
@@ -129,8 +140,12 @@ def test_values_that_fit_their_packing_are_packed(client, tmp_path) -> None:
         ([1.5, np.nan], {"dtype": "int16", "scale_factor": 0.1}),
         ([1.5, 2.0], {"dtype": "int8"}),
         ([1.0, -9.0], {"_FillValue": -9.0}),
+        (np.array([2**25 + 1, 0]), {"dtype": "float32"}),
     ],
-    ids=["too large", "finer than the scale", "no fill value", "no scale", "the fill value"],
+    ids=[
+        *("too large", "finer than the scale", "no fill value", "no scale", "the fill value"),
+        "a large integer",
+    ],
 )
 @pytest.mark.parametrize("is_dasks", [True, False], ids=["of Dask", "in memory"])
 def test_values_that_packing_would_change_are_refused(
@@ -138,7 +153,7 @@ def test_values_that_packing_would_change_are_refused(
 ) -> None:
     """Computed values often have the packing of the file that they were computed from."""
     storage = DirectoryStorage(tmp_path)
-    given = np.array(values, "float64")
+    given = values if isinstance(values, np.ndarray) else np.array(values, "float64")
     dataset = packed(da.from_array(given, chunks=1) if is_dasks else given, encoding).to_dataset()
     dataset["other"] = ("x", da.zeros(2, chunks=1))
     says = r"values of t2m .* stored .* encoding .* drop_encoding\(\)"
