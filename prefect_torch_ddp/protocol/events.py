@@ -242,7 +242,9 @@ class Stopped:
     step: int
     by: StoppedBy
     checkpoint_step: int | None = None
-    """Step of the newest checkpoint; known to rank 0 once it is written."""
+    """Number of the newest checkpoint; known to rank 0 once it is written."""
+    is_saved: bool = False
+    """Whether that checkpoint has this step: its number may be another one."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ class ContextAssembly:
                 last_saved = None if last is None else last.step
                 own = self.program.step if self._has("program") else None
                 step = self.replay.numbers.step_done if own is None else own
-                self.link.say_stopped(step, progress.stopped_by, last_saved)
+                is_saved = self.training_state.has_saved(step)
+                self.link.say_stopped(step, progress.stopped_by, last_saved, is_saved=is_saved)
         except BaseException:
             failed = True
             raise

@@ -50,9 +50,16 @@ class Link:
     def send(self, event: RankEvent) -> None:
         """Send an event; a Progress only if there is room: the next one says more."""
 
-    def say_stopped(self, step: int, stopped_by: StoppedBy, last_saved: int | None = None) -> None:
-        """Report that all ranks stop after a step, and which checkpoint is the newest."""
-        self.send(RankStopped(NO_RANK, Stopped(step, stopped_by, last_saved)))
+    def say_stopped(
+        self,
+        step: int,
+        stopped_by: StoppedBy,
+        last_saved: int | None = None,
+        *,
+        is_saved: bool = False,
+    ) -> None:
+        """Report that all ranks stop after a step, the last checkpoint, and if it has the step."""
+        self.send(RankStopped(NO_RANK, Stopped(step, stopped_by, last_saved, is_saved)))
 
     def stop_requested(self) -> bool:
         """Tell whether the training is to stop at the next step that all ranks agree on."""

@@ -181,3 +181,31 @@ def train_until_enough(ctx: RankContext, folder: str) -> int:
         if Path(folder, "enough").exists():
             ctx.request_stop("told to")
     return ctx.step
+
+
+def count_until_enough(ctx: RankContext, folder: str, how: str) -> int:
+    """Count steps as `train_until_enough` does, in one of these loops: "own", which asks
+    `ctx.due`; "deaf", which doesn't save what `ctx.due` asks for; or "total", a call of
+    `ctx.steps(total=)` after a checkpoint that took a number of its own."""
+    state = ctx.state(step=0)
+    if how == "total":
+        for _ in ctx.steps(total=1):
+            pass
+        ctx.checkpoint(force=True)
+        ctx.checkpoint(force=True)
+    steps = ctx.steps(total=10**6) if how == "total" else range(state.step + 1, 10**6)
+    begun_at = None
+    for step in steps:
+        state.step = step
+        time.sleep(0.02)
+        begun_at = begun_at or step
+        if step == begun_at + 2:
+            write_pid(folder, f"{ctx.attempt}-{ctx.rank}-from-{begun_at}")
+        if Path(folder, "enough").exists():
+            ctx.request_stop("told to")
+        if how != "total":
+            due = ctx.due(step)
+            ctx.checkpoint(force=due.save and how == "own")
+            if due.stop:
+                break
+    return state.step

@@ -174,6 +174,17 @@ class TrainingState:
         if self._replay.pass_save():
             self._resume()
 
+    def has_saved(self, step: int) -> bool:
+        """Tell, on rank 0 of a stopped training, if the newest checkpoint has its last step.
+
+        Only a commit always has the step's number: other checkpoints count from 0 in the user's
+        own loop, and in `steps` from a number that was taken between two calls.
+        """
+        last = self._saver.last
+        if last is None or self._saver.holds_folders:
+            return last is not None and last.step == step
+        return last.step == self._numbers.current and not self._expects_save
+
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """Write the training's last checkpoint, unless it failed or has it already."""
         if self._saver.is_open:

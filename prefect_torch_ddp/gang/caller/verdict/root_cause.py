@@ -108,9 +108,7 @@ def stopped_unasked(
         return RankFailedError.from_failures(failure, plan.attempt)
     if why_agent_ended:
         after = f" after step {stopped[0].stopped.step}" if stopped else ""
-        saved = {event.stopped.step for event in stopped} & {
-            event.stopped.checkpoint_step for event in stopped
-        }
+        saved = [event.stopped.step for event in stopped if event.stopped.is_saved]
         text = f"{why_agent_ended}; the rest of the gang was stopped{after}"
         return WorkerLostError(text, max(filter(None, saved), default=None))
     return cancelled(plan.name, "from outside; its ranks were stopped", stopped)

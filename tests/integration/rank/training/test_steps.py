@@ -161,7 +161,7 @@ def test_a_stopped_training_resumes_to_the_same_weights(
     assert answers[0][0]["last_checkpoint"]["step"] == step
     for rank, (_, told) in enumerate(answers):
         by = "order" if rank in ranks else "peer"
-        saved = Stopped(step, by, checkpoint_step=step if rank == 0 else None)
+        saved = Stopped(step, by, step, is_saved=True) if rank == 0 else Stopped(step, by)
         assert told == [Stopped(step, by), saved]
 
     found = train(world_size, tmp_path)
