@@ -1,4 +1,4 @@
-"""What the site has besides the pages of docs/: pages that lie elsewhere, and the table of options.
+"""What the site has besides docs/: pages that lie elsewhere, the options, a mended search.
 
 MkDocs calls the functions named `on_...`; mkdocs.yml names this file.
 """
@@ -95,6 +95,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{found['text']}]({path}{found['anchor'] or ''})"
 
     return LINK.sub(moved, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Mend the theme's search."""
+    [worker] = Path(config.site_dir).glob("assets/javascripts/workers/search.*.js")
+    mend = (ROOT / "docs/search_worker.js").read_text()
+    worker.write_text(f"{worker.read_text()}\n{mend}")
 
 
 def options_page() -> str:

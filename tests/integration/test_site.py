@@ -57,6 +57,11 @@ ANSWERS = {
     "train every night": "faq.html#how-do-i-train-every-night-on-a-schedule",
 }
 """What people type, and the section that answers it: in the first page that is found."""
+NUMBERS = (
+    "0 1357 1415 24 278 29 325 38 39 4 409 45 48 537 54 552 578 5816 594 6001 601 628 6405 658 7 "
+    "70 7146 78"
+)
+"""Of these words, lunr as it comes with the theme loses some."""
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -106,6 +111,32 @@ def test_the_search_finds_the_page_that_answers(page: Page, site: str) -> None:
         assert found[0] == first, words
         in_first = found[: next(i for i, each in enumerate(found) if not each.startswith(first))]
         assert answer in in_first[:2], (words, in_first)
+
+
+def test_the_search_finds_any_numbers(page: Page, site: str) -> None:
+    """Whatever numbers the pages have, each is found, and by its first digits too."""
+    page.open(f"{site}/index.html", "light")
+    page.wait_for(IS_LOADED)
+    script = page.evaluate("JSON.parse(document.querySelector('#__config').text).search")
+    setup = {
+        "config": {"separator": " ", "lang": ["en"], "pipeline": [], "fields": {"text": {}}},
+        "docs": [{"location": "numbers.html", "title": "", "text": NUMBERS}],
+        "options": {},
+    }
+    words = [*NUMBERS.split(), "71"]
+    page.evaluate(f"""
+        const worker = new Worker({json.dumps(script)}), words = {json.dumps(words)};
+        window.found = [];
+        worker.onmessage = ({{data: {{data}}}}) => {{
+            if (data) found.push(data.items.length);
+            if (found.length < words.length)
+                worker.postMessage({{type: 2, data: words[found.length]}});
+        }};
+        worker.postMessage({{type: 0, data: {json.dumps(setup)}}});
+    """)
+    page.wait_for(f"found.length === {len(words)}")
+    found = page.evaluate("found")
+    assert [word for word, count in zip(words, found, strict=True) if not count] == []
 
 
 @pytest.mark.parametrize("name", ["index", "storage", "resume", "faq", "options", "api"])
