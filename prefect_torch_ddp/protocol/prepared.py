@@ -14,7 +14,7 @@ class LazyDataset:
 
     kind: str
     """Its class, with the module."""
-    form: Literal["table", "arrays"]
-    """What its dataset is: Parquet files, or a Zarr group."""
+    form: Literal["table", "arrays", "bag"]
+    """What its dataset is: Parquet files, a Zarr group, or what the items of a Bag decide."""
     pickled: bytes
     """By cloudpickle."""

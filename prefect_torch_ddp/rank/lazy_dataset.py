@@ -37,12 +37,14 @@ def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
     module, name, kind = type(value).__module__, type(value).__qualname__, kind_of(value)
     if module.startswith("dask.") and name == "DataFrame":
         return LazyDataset(kind, "table", cloudpickle.dumps(value))
+    if module.startswith("dask.") and name == "Bag":
+        return LazyDataset(kind, "bag", cloudpickle.dumps(value))
     if module.startswith("xarray.") and name in {"Dataset", "DataArray"}:
         _refuse_in_memory(value, name, what)
     elif not (module.startswith("dask.") and name == "Array"):
         msg = (
-            f"{what} a {kind}; of Dask's collections a DataFrame, an Array and xarray's "
-            f"Dataset are written: make one of them{otherwise}"
+            f"{what} a {kind}; of Dask's collections a DataFrame, an Array, a Bag of dicts or "
+            f"arrays, and xarray's Dataset are written: make one of them{otherwise}"
         )
         raise InvalidParamsError(msg)
     _refuse_unknown_sizes(value, what)

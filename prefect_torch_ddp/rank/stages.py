@@ -188,7 +188,7 @@ def _refuse_data(value: object, kind: str, workload: str) -> None:
         msg = (
             f"prepare of {workload} returned {kind}, which nobody keeps. Return nothing, and write "
             "what train needs, also a few numbers, as files to ctx.data; or return one Dask "
-            "DataFrame, Dask Array or xarray Dataset"
+            "DataFrame, Array or Bag, or one xarray Dataset"
         )
         raise TypeError(msg)
 

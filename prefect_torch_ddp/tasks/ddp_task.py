@@ -83,7 +83,7 @@ def ddp_task(
     from the newest checkpoint and continues there; see `run_key` for retries of the flow run. The
     task's `with_options` takes the same options.
 
-    If an argument is a Dask DataFrame, a Dask Array or an xarray object of Dask arrays, the Dask
+    If an argument is a Dask DataFrame, Array or Bag, or an xarray object of Dask arrays, the Dask
     workers compute it and write it to the task's storage, once. The function gets the dataset's
     storage instead, for `data.table` or `data.array`.
 

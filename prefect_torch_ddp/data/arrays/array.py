@@ -54,7 +54,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 
     Args:
         where: a path, `s3://bucket/prefix` or a storage such as `ctx.source`, of a Zarr group or
-            array (formats 2 and 3) or of a .npy file. With `storage`, a path in that storage. Or a
+            array (formats 2 and 3), of a .npy file, or of a folder with `part-*.npy`, which are
+            one array, as a Bag of arrays is written. With `storage`, a path in that storage. Or a
             NumPy array, or an xarray Dataset or DataArray without Dask, equal on all ranks.
         variables: names of the variables of a group to read. None: all except coordinates. A
             single array takes only its own name.

@@ -29,13 +29,23 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
         StorageError: the storage failed.
     """
     import pyarrow as pa  # noqa: PLC0415 - an extra
-    import pyarrow.parquet as pq  # noqa: PLC0415
 
     if not len(frame):
         return Written(())
     try:
         rows = pa.Table.from_pandas(frame, preserve_index=False)
-        buffer = pa.BufferOutputStream()
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise _unwritable(number, error) from error
+    return Written((write_rows(rows, storage, files_key, number),))
+
+
+def write_rows(rows: Any, storage: Storage, files_key: str, number: int) -> DatasetFile:
+    """Write a pyarrow.Table as a Parquet file; see `write_part`."""
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    buffer = pa.BufferOutputStream()
+    try:
         pq.write_table(
             rows,
             buffer,
@@ -45,14 +55,17 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
             use_dictionary=[field.name for field in rows.schema if not _is_number(field.type)],
         )
     except (pa.ArrowException, TypeError, ValueError) as error:
-        msg = f"partition {number} of the Dask DataFrame can't be written as Parquet: {error}"
-        raise InvalidParamsError(msg) from error
+        raise _unwritable(number, error) from error
     content = memoryview(buffer.getvalue())
     key = f"part-{number:06d}-{uuid.uuid4().hex[:8]}.parquet"
     storage.write(f"{files_key}/{key}", content)
     digest = hashlib.sha256(content).hexdigest()
-    file = DatasetFile(key=key, num_bytes=len(content), sha256=digest, num_rows=rows.num_rows)
-    return Written((file,))
+    return DatasetFile(key=key, num_bytes=len(content), sha256=digest, num_rows=rows.num_rows)
+
+
+def _unwritable(number: int, error: Exception) -> InvalidParamsError:
+    msg = f"partition {number} of the Dask collection can't be written as Parquet: {error}"
+    return InvalidParamsError(msg)
 
 
 def _is_number(type_: Any) -> bool:

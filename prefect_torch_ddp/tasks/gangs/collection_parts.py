@@ -31,16 +31,32 @@ class CollectionParts(Protocol):
     """A collection in parts, each of which a worker computes and writes."""
 
     unit: str
-    """What a part is, for people."""
+    """What the parts are, for people."""
     writes: list[Any]
     """A Delayed of a `Written` for each part."""
+
+    def take(self, number: int, written: Written) -> None:
+        """Take note of what was written of a part.
+
+        Raises:
+            InvalidParamsError: it doesn't fit what was written of others.
+        """
+        del number, written
+
+    def again(self, written: Sequence[Written]) -> "CollectionParts | None":
+        """Return the parts to be written in another form now that all are known, if there are any.
+
+        They are then asked for the files.
+        """
+        del written
+        return None
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:
         """Write what is left when all parts are written; return the files of the dataset."""
         ...
 
 
-class TableParts:
+class TableParts(CollectionParts):
     """The partitions of a Dask DataFrame.
 
     Args:
@@ -69,7 +85,7 @@ class TableParts:
         return files
 
 
-class ArrayParts:
+class ArrayParts(CollectionParts):
     """The blocks of all Dask arrays of an xarray Dataset.
 
     Its other variables are written here, since they are in memory.

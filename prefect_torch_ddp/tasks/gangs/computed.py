@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.gangs.bag_parts import BagParts
 from prefect_torch_ddp.tasks.gangs.collection_parts import ArrayParts, CollectionParts, TableParts
 from prefect_torch_ddp.tasks.report.markdown import duration, size
 
@@ -31,8 +32,17 @@ if TYPE_CHECKING:
 
     LoggingAdapter = Logger | LoggerAdapter[Any]
 
-LIBRARIES = {"table": ("tables", ["pyarrow"]), "arrays": ("arrays", ["zarr", "xarray"])}
+LIBRARIES = {
+    "table": ("tables", ["pyarrow"]),
+    "arrays": ("arrays", ["zarr", "xarray"]),
+    "bag": ("tables", ["pyarrow"]),
+}
 """The extra and the libraries that workers need for each form of a dataset."""
+PARTS: Mapping[str, Callable[[Any, Storage, str], CollectionParts]] = {
+    "table": TableParts,
+    "arrays": ArrayParts,
+    "bag": BagParts,
+}
 LOOK_S = 0.5
 """Between two looks for a cancel."""
 SAY_EVERY_S = 10.0
@@ -74,9 +84,10 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
         if (there := find_dataset(storage, dataset_id)) is not None:
             return there
         try:
-            make = TableParts if lazy.form == "table" else ArrayParts
-            parts: CollectionParts = make(collection, storage, files_key)
+            parts = PARTS[lazy.form](collection, storage, files_key)
             written = _Writing(client, parts, logger, show).to_the_end()
+            if (again := parts.again(written)) is not None:
+                parts, written = again, _Writing(client, again, logger, show).to_the_end()
             return publish_written(storage, dataset_id, folder, parts.files(written))
         except BaseException:
             with suppress(Exception):  # what failed first is the one to report
@@ -179,6 +190,7 @@ class _Writing:
             elif error is not None:
                 raise error
             else:
+                self._parts.take(number, written)
                 self._written[number] = written
                 self._num_bytes += sum(file.num_bytes for file in written.files)
         now_s = time.monotonic()

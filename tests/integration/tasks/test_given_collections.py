@@ -44,6 +44,11 @@ def frame(make: Any = part, num: int = 6) -> Any:
     return dd.from_map(make, range(num), meta=META)
 
 
+def dicts(numbers: Any) -> Any:
+    """Return a Bag of dicts."""
+    return db.from_sequence(numbers, npartitions=2).map(lambda number: {"number": number})
+
+
 def function(rows: Any, *more: Any, **others: Any) -> None:
     """Take what a call gives."""
 
@@ -65,6 +70,8 @@ def test_equal_collections_have_one_name_and_others_have_others() -> None:
     scaled = grids()
     scaled["t2m"].encoding = {"dtype": "int16", "scale_factor": 0.1}
     several = [frame(), frame(num=5), frame()[["number"]], grids(), scaled, grids().t2m.data]
+    several += [dicts(range(4)), dicts(range(5))]
+    assert ids(dicts([1, 2])) == ids(dicts([1, 2]))
     assert len({*ids(*several)}) == len(several)
 
 
@@ -124,7 +131,7 @@ def test_other_arguments_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ((db.from_sequence([1]),), "rows of function is a dask.bag.core.Bag; .* make one of them"),
+        ((db.from_sequence([1]).sum(),), "rows of function is a dask.bag.*Item; .* one of them"),
         ((1, frame()["half"]), "more of function is a dask.*Series; .* make one of them"),
         ((frame()[["half"]].to_dask_array(),), "rows of function is .*to_dask_array.lengths=True"),
     ],
@@ -147,16 +154,18 @@ def test_a_storage_that_cant_be_written_to_is_refused_with_the_argument() -> Non
 def test_datasets_take_the_places_of_collections(storage, client, caplog) -> None:
     """Each is computed once, and read where it lies."""
     caplog.set_level("INFO")
-    call = given([frame()], 2, grid=grids(), again=frame()).computed(client, storage, logger)
+    kwargs = {"grid": grids(), "again": frame(), "dicts": dicts(range(4))}
+    call = given([frame()], 2, **kwargs).computed(client, storage, logger)
     (rows,), two = call.args
     assert two == 2
-    assert [*call.kwargs] == ["grid", "again"]
+    assert [*call.kwargs] == [*kwargs]
     read = table(rows, columns=["number"])
     (batch,) = loader_of(read, len(read), shuffle=False)
     assert batch["number"].tolist() == NUMBERS
     assert call.kwargs["again"].uri == rows.uri
     assert len(array(call.kwargs["grid"], "t2m", nan=0.0)) == 14
-    assert caplog.text.count("computed as dataset") == 2
+    assert table(call.kwargs["dicts"], columns=["number"]).categories == {}
+    assert caplog.text.count("computed as dataset") == 3
     (name,) = given(frame()).found
     assert find_dataset(storage, name.dataset_id).num_files == 5
 
@@ -212,6 +221,13 @@ def test_a_frame_without_rows_is_refused_with_the_argument(client, tmp_path) -> 
     with pytest.raises(InvalidParamsError, match="argument rows: the Dask DataFrame has no rows"):
         empty = frame()[frame().number < 0]
         given(empty).computed(client, DirectoryStorage(tmp_path), logger)
+
+
+def test_a_bag_of_others_is_refused_with_the_argument(client, tmp_path) -> None:
+    """What a Bag has is known when a worker has computed a partition."""
+    with pytest.raises(InvalidParamsError, match=r"argument more: item 0 of partition [01] .* int"):
+        bag = db.from_sequence([1, 2], npartitions=2)
+        given(1, bag).computed(client, DirectoryStorage(tmp_path), logger)
 
 
 def test_what_computing_raises_is_the_users_error(client, tmp_path) -> None:

@@ -1,24 +1,24 @@
-"""What `array()` is given: NumPy's arrays and .npy files; Zarr and xarray by `gridded`."""
+"""What `array()` is given: NumPy's arrays; .npy files by `npy`, Zarr and xarray by `gridded`."""
 
-import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prefect_torch_ddp.data.arrays.opening.ranges import read_range
-from prefect_torch_ddp.data.arrays.variables import Array, Box, Found, Variable, tensor_dtype
+from prefect_torch_ddp.data.arrays.opening.npy import open_npy, open_npy_parts, single
+from prefect_torch_ddp.data.arrays.variables import Array, Box, Found
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.locate import is_path
-from prefect_torch_ddp.storage.protocol import ListedObject, Readable
+from prefect_torch_ddp.storage.protocol import Readable
 
 SUFFIX = ".npy"
-HEADER_BYTES = 64 * 2**10
+PART = re.compile(r"part-[^/]*\.npy")
+"""A file of a Bag's arrays, which are one array together."""
 ROOTS = frozenset({"zarr.json", ".zgroup", ".zarray", ".zmetadata"})
 """An object of one of these names is at the root of a Zarr hierarchy."""
 
@@ -68,7 +68,7 @@ def _opened(
     is_xarray: bool,
 ) -> Found:
     if isinstance(where, np.ndarray):
-        return _single("the array", "values", where.shape, where.dtype, _InMemory(where))
+        return single("the array", "values", where.shape, where.dtype, _InMemory(where))
     if is_xarray:
         require_libraries()
         from prefect_torch_ddp.data.arrays.opening.gridded import open_xarray  # noqa: PLC0415
@@ -80,9 +80,11 @@ def _opened(
     }
     uri = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
     if "" in objects and prefix.lower().endswith(SUFFIX):
-        return _open_npy(source, objects[""], uri)
+        return open_npy(source, objects[""], uri)
     if not ROOTS & objects.keys():
         files = [key for key in objects if key.lower().endswith(SUFFIX)]
+        if files and all(map(PART.fullmatch, files)):
+            return open_npy_parts(source, objects, sorted(files), uri)
         which = f"; it has {files[0]}: give the file" if files else ""
         msg = f"there is no Zarr array or group and no .npy file at {uri}{which}"
         raise InvalidParamsError(msg)
@@ -122,63 +124,9 @@ def _location(where: Location, storage: Readable | None, ways: Any) -> tuple[Rea
     return source, prefix.rstrip("/") if prefix.lower().rstrip("/").endswith(SUFFIX) else prefix
 
 
-def _single(uri: str, name: str, shape: Any, dtype: Any, read: Any) -> Found:
-    if not shape:
-        msg = f"{uri} is a single number, and has no samples"
-        raise InvalidParamsError(msg)
-    dims = tuple(f"dim_{i}" for i in range(len(shape)))
-    of_tensor = tensor_dtype(uri, dtype)
-    only = Variable(name, dims, tuple(shape), of_tensor, None, read)
-    return Found(uri, [only], {}, is_single=True)
-
-
 @dataclass(frozen=True, eq=False)
 class _InMemory:
     values: Array
 
     def __call__(self, box: Box) -> Array:
         return self.values[box]
-
-
-@dataclass(frozen=True)
-class _NpyFile:
-    """A file of NumPy's, of which only the rows that are asked for are read."""
-
-    source: Readable
-    listed: ListedObject
-    offset: int
-    """Where its values begin."""
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def __call__(self, box: Box) -> Array:
-        start, stop, _ = box[0].indices(self.shape[0])
-        row_bytes = self.dtype.itemsize * prod(self.shape[1:])
-        first, last = (self.offset + row_bytes * row for row in (start, stop))
-        content = read_range(self.source, self.listed, first, last)
-        rows = np.frombuffer(content, self.dtype).reshape(stop - start, *self.shape[1:])
-        # A part of the rows, if only that is used, without the rest of them.
-        return np.ascontiguousarray(rows[(slice(None), *box[1:])])
-
-
-def _open_npy(source: Readable, listed: ListedObject, uri: str) -> Found:
-    head = io.BytesIO(read_range(source, listed, 0, min(HEADER_BYTES, listed.num_bytes)))
-    try:
-        version = np.lib.format.read_magic(head)
-        of_version = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        shape, is_fortran, dtype = of_version[version](head)
-    except (ValueError, KeyError) as error:
-        msg = f"{uri} ({listed.num_bytes} bytes) can't be read as .npy: {error}; replace it"
-        raise StorageError(msg) from error
-    if is_fortran:
-        msg = f"{uri} lies in Fortran's order: write numpy.ascontiguousarray(values) in prepare"
-        raise InvalidParamsError(msg)
-    # Objects are a pickle of any length; their dtype is refused later, by its name.
-    if not dtype.hasobject and head.tell() + dtype.itemsize * prod(shape) != listed.num_bytes:
-        msg = f"{uri} has {listed.num_bytes} bytes, which aren't those of its header: replace it"
-        raise StorageError(msg)
-    read = _NpyFile(source, listed, head.tell(), shape, dtype)
-    return _single(uri, "values", shape, dtype, read)
