@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, flat
 from prefect_torch_ddp.storage.formats import DAMAGE
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tracking.trackers.facts import evaluated, facts, given
+from prefect_torch_ddp.tracking.trackers.facts import evaluated, facts, given, series_names
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
 from prefect_torch_ddp.tracking.trackers.mlflow_models import (
     NAME_VARIABLE,
@@ -71,7 +70,7 @@ class MlflowTracker:
 
     def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
         """Find the run by its tag, or begin it; see `Tracker`."""
-        self._names = _names(metrics)
+        self._names = series_names(self.name, metrics, _plain)
         with self._errors():
             experiment_id = self._experiment_id(record)
             tagged = f"tags.`{RUN_TAG}` = '{record.run_id}'"
@@ -153,9 +152,9 @@ class MlflowTracker:
         entity, at = self._mlflow.entities.Metric, (_ms(record.ended), record.num_steps or 0)
         there = self._run.data.metrics
         metrics = [
-            entity(_plain(name), value, *at)
-            for name, value in evaluated(record).items()
-            if there.get(_plain(name)) != value
+            entity(name, value, *at)
+            for name, value in evaluated(record, self._names, _plain).items()
+            if there.get(name) != value
         ]
         if metrics:
             self._client.log_batch(self._run.info.run_id, metrics=metrics)
@@ -184,18 +183,6 @@ class MlflowTracker:
             reason = without_credentials(str(error).partition("\n")[0])
             msg = f"MLflow at {where} failed: {reason}"
             raise TrackerError(msg) from error
-
-
-def _names(metrics: Sequence[str]) -> dict[str, str]:
-    """Return MLflow's name of each metric; TrackerError if two have the same."""
-    by_name = defaultdict(list)
-    for metric in metrics:
-        by_name[_plain(metric)].append(metric)
-    for name, several in by_name.items():
-        if len(several) > 1:
-            msg = f"MLflow would call several metrics {name!r}: {', '.join(several)}"
-            raise TrackerError(msg)
-    return {several[0]: name for name, several in by_name.items()}
 
 
 def _plain(name: str) -> str:

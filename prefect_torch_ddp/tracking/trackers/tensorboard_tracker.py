@@ -56,14 +56,16 @@ class TensorboardTracker:
         """
         self._base = self._folder = base
         self._opened: _State | None = None
+        self._metrics: Sequence[str] = ()
 
     @property
     def url(self) -> str:
         """The folder of the run."""
         return "" if self._opened is None else str(self._folder)
 
-    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:  # noqa: ARG002
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
         """Find the run's newest folder, or make its first; see `Tracker`."""
+        self._metrics = metrics
         with self._errors():
             first = 1, self._base / record.run_id
             self._folder = max(self._folders(record.run_id), default=first)[1]
@@ -100,7 +102,7 @@ class TensorboardTracker:
         """Add the evaluation, once; delete the folders that this one replaces; see `Tracker`."""
         if record.ended is not None:
             at = record.num_steps or 0, record.ended.timestamp()
-            values, there = evaluated(record), self._state.last_steps
+            values, there = evaluated(record, self._metrics), self._state.last_steps
             self._append_scalars(
                 (name, value, *at) for name, value in values.items() if name not in there
             )

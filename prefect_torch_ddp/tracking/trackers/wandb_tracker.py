@@ -144,7 +144,8 @@ class WandbTracker:
                 for step in sorted(self._rows):
                     run.log(self._rows[step], step=step)
                 told = {f"prefect_torch_ddp/{name}": value for name, value in facts(record).items()}
-                run.summary.update(evaluated(record) | told)
+                metrics = {name for row in self._rows.values() for name in row}
+                run.summary.update(evaluated(record, metrics) | told)
                 run.finish(exit_code=int(record.state in {"failed", "cancelled"}))
             except Exception as error:  # it raises many kinds
                 msg = f"wandb can't write run {record.run_id}: {error}"

@@ -113,7 +113,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
     assert running[1] == "RUNNING"
     assert [step for step, _ in running[2]["loss"]] == list(range(1, newest))
 
-    top = {"acc@1": 0.5}  # MLflow's names have no such character
+    top = {"acc@1": 0.5, "acc#1": 0.25}  # MLflow's names have no such characters
     evaluation = Report(num_samples=8, accuracy=0.875, loss=0.25, classes=(), metrics=top)
     done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": NUM_STEPS}
     done |= {"evaluation": evaluation, "model_uris": {"model": "file:///model.pt"}}
@@ -132,6 +132,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
         "evaluation/accuracy": [[NUM_STEPS, 0.875]],
         "evaluation/loss": [[NUM_STEPS, 0.25]],
         "evaluation/acc_1": [[NUM_STEPS, 0.5]],
+        "evaluation/evaluation/acc_1": [[NUM_STEPS, 0.25]],
     }
     assert params == {"world_size": "2", "options.lr": "0.01", "seed": "0"}
     assert tags["prefect_torch_ddp.model.model"] == "file:///model.pt"

@@ -79,6 +79,26 @@ def test_the_files_grow_with_the_run(shelf: Shelf, tmp_path: Path) -> None:
     assert len(list((tmp_path / RUN).iterdir())) == 2
 
 
+def test_a_metric_named_like_a_score_of_the_evaluation_shares_no_series(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    """The evaluation's gets another name, whenever it is synced, and is there once."""
+    name = "evaluation/accuracy"
+    metrics = {name: 0.5, f"evaluation/{name}": 0.25}
+    put(shelf, 1, *(record(step, 0, 1, num_samples=8, **metrics) for step in (1, 7)))
+    sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    evaluation = Report(num_samples=8, accuracy=0.875, loss=0.25, classes=())
+    ended = BEGAN + timedelta(hours=1)
+    say(shelf, "completed", evaluation=evaluation, ended=ended, num_steps=10)
+    for _ in range(2):
+        sync_run(shelf, RUN, TensorboardTracker(tmp_path))
+    series = series_in(tmp_path / RUN)
+    assert series[name] == [(1, 0.5), (7, 0.5)]
+    assert series[f"evaluation/{name}"] == [(1, 0.25), (7, 0.25)]
+    assert series[f"evaluation/evaluation/{name}"] == [(10, 0.875)]
+    assert series["evaluation/loss"] == [(10, 0.25)]
+
+
 def test_of_two_attempts_at_a_step_the_last_is_kept(shelf: Shelf, tmp_path: Path) -> None:
     """Code may report between a checkpoint and the next step, and again after a resume."""
     resume(shelf, 2, 6, 1)

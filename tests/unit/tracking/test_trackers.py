@@ -7,14 +7,19 @@ import pytest
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
+from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.tracking.trackers import mlflow_tracker, sync
+from prefect_torch_ddp.tracking.trackers.facts import evaluated, series_names
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader, Mark
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tracker import Position
 from tests.support.records import Shelf, record
-from tests.support.reported import RUN, checkpoint, history, put, resume, say, steps_of
+from tests.support.reported import BEGAN, RUN, checkpoint, history, put, resume, say, steps_of
+
+ABOUT = {"run_id": RUN, "experiment": "e", "workload": "w", "storage": "s"}
 
 
 class KilledError(Exception):
@@ -217,12 +222,27 @@ def test_unknown_and_missing_trackers_are_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_mlflow_names_that_would_be_the_same_are_refused() -> None:
     """MLflow takes fewer characters; two metrics in one series would be a lie."""
-    assert mlflow_tracker._names(["acc@1", "val/loss"]) == {
+    plain = mlflow_tracker._plain
+    assert series_names("MLflow", ["acc@1", "val/loss"], plain) == {
         "acc@1": "acc_1",
         "val/loss": "val/loss",
     }
     with pytest.raises(TrackerError, match="several metrics 'acc_1': acc@1, acc#1"):
-        mlflow_tracker._names(["acc@1", "acc#1"])
+        series_names("MLflow", ["acc@1", "acc#1"], plain)
+
+
+def test_scores_that_a_tracker_would_call_the_same_are_told_apart() -> None:
+    """A score gets the prefix once more if a metric or an earlier score has its name there; one
+    whose name the tracker doesn't change keeps it."""
+    scores = {"acc@1": 0.5, "acc_1": 0.25, "acc#1": 0.125, "mae": 1.0}
+    evaluation = Report(num_samples=8, metrics=scores)
+    run = RunRecord(**ABOUT, began=BEGAN, evaluation=evaluation)
+    assert evaluated(run, ["evaluation/mae", "loss"], mlflow_tracker._plain) == {
+        "evaluation/acc_1": 0.25,
+        "evaluation/evaluation/acc_1": 0.5,
+        "evaluation/evaluation/evaluation/acc_1": 0.125,
+        "evaluation/evaluation/mae": 1.0,
+    }
 
 
 def test_a_run_is_followed_until_it_has_completed(shelf: Shelf) -> None:
