@@ -21,6 +21,7 @@ from distributed import Worker, WorkerPlugin
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.liveness import CALLERS
 from prefect_torch_ddp.gang.worker.child import Child, has_pidfd, without_workers_own
+from prefect_torch_ddp.gang.worker.mailbox import is_polled
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
@@ -289,8 +290,10 @@ class CloseForkServer(WorkerPlugin):
         """End the server with all its ranks, once those that listen have stopped."""
         deadline_s = time.monotonic() + AGENT_LIMIT_S
         # Its agent, in another thread, sees that the worker closes and ends itself; so does the
-        # caller of a gang, which needs its client until that gang has stopped.
-        while SLOTS.occupant(worker.address) or CALLERS[worker.address]:
+        # caller of a gang, which needs its client until that gang has stopped. How ranks have
+        # ended is heard of only here: a caller that misses it can't tell a save from a loss.
+        address = worker.address
+        while SLOTS.occupant(address) or CALLERS[address] or is_polled():
             if time.monotonic() > deadline_s:
                 break
             await asyncio.sleep(0.05)

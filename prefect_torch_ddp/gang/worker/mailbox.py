@@ -20,6 +20,9 @@ from prefect_torch_ddp.protocol.messages import (
 
 FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""
+UNHEARD_S = 15.0
+"""How long after its last poll a caller is expected to come for the end of its agent, which it
+confirms by its order to abort. It polls about every second, unless its own process is busy."""
 
 
 class Alarm:
@@ -160,6 +163,13 @@ MAILBOXES: dict[str, Mailbox] = {}
 def open_mailbox(token: str) -> Mailbox:
     """Return the mailbox, making it if there is none."""
     return MAILBOXES.setdefault(token, Mailbox())
+
+
+def is_polled() -> bool:
+    """Whether callers still ask for agents of this process, of whose end they haven't heard."""
+    now = time.monotonic()
+    begun = [box for box in list(MAILBOXES.values()) if box.state != "absent"]
+    return any(now - box.last_poll_s < UNHEARD_S for box in begun)
 
 
 def drop_abandoned() -> None:

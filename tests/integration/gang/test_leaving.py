@@ -1,6 +1,7 @@
 """Workers leave gracefully while a gang trains: all ranks save, and the gang moves."""
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from tests.workloads.tiny import dask_worker_of
 
 pytestmark = pytest.mark.extended
 
+BUSY_S = 4.0
+"""Longer than ranks take to stop and save, and their worker to close."""
 MANY = 8
 """Checkpoints, for which a gang has time to look for workers more than once."""
 
@@ -120,6 +123,31 @@ def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Pa
         assert client.run_on_scheduler(failures) == 0
         end.touch()
         nanny.wait(HANG_S)
+
+
+@pytest.mark.long
+def test_a_busy_caller_hears_of_a_leave_as_well(tmp_path: Path) -> None:
+    """A worker that leaves stays until its gang's caller has heard how its ranks ended."""
+    events: list[GangEvent] = []
+    folder, options = tmp_path / "marks", ("--preload-nanny", "prefect_torch_ddp.gang.worker.leave")
+    with (
+        separate_cluster(tmp_path / "cluster", 3, *options) as cluster,
+        Client(cluster.address) as client,
+        training(client, tmp_path, on_event=events.append) as gang,
+    ):
+        pid, _ = begun(folder, 1, 0)
+        begun(folder, 1, 1)
+        nanny = psutil.Process(dask_worker_of(pid)).parent()
+        assert nanny in cluster.nannies
+        client.loop.add_callback(time.sleep, BUSY_S)  # also of the gang, whose polls wait
+        nanny.send_signal(signal.SIGUSR1)
+        wait_until(lambda: gang.done() or any(folder.glob("2-0-from-*[0-9]")), HANG_S)
+        (folder / "enough").touch()
+        gang.result(HANG_S)
+        _, first = begun(folder, 2, 0)
+        nanny.wait(HANG_S)
+    assert attempts_in(events) == [(1, 2), (2, 2)]
+    assert saved_steps(tmp_path)[0] == first - 1
 
 
 @pytest.mark.long
