@@ -5,6 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, get_args
 
+from pydantic import ValidationError
+
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
@@ -14,7 +16,7 @@ from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtua
 from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
-from prefect_torch_ddp.refusals import unknown
+from prefect_torch_ddp.refusals import in_words, unknown
 from prefect_torch_ddp.storage.locate import source_from_uri, storage_at, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -40,8 +42,8 @@ class LocalOptions(TypedDict, total=False):
     """Name of the run's folder; with the same name the run resumes. Default: "local"."""
     stage: Stage
     """"evaluate" restores the checkpoint of `restore_step`, or the newest one. Default: "train"."""
-    checkpoint: CheckpointParams | None
-    """When checkpoints are written, and which are kept."""
+    checkpoint: CheckpointParams | Mapping[str, Any] | None
+    """When checkpoints are written, and which are kept; a dict has the fields by name."""
     resume_from: str | None
     """Run from whose checkpoint to start: its id, or `<path or s3:// URI of its
     storage>/runs/<id>`; append `/checkpoints/step-00000400` for a certain checkpoint."""
@@ -85,6 +87,7 @@ def local_assembly(
             "resume_from='<run>/checkpoints/step-...'"
         )
         raise InvalidParamsError(msg)
+    config["checkpoint"] = _checkpoint_params(config.get("checkpoint", {}))
     step, temporary = config.pop("restore_step", None), None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
@@ -111,3 +114,11 @@ def local_assembly(
     assembly = ContextAssembly(RankConfig(**config), RankInfo(), folder=folder)
     assembly.temporary = temporary
     return assembly
+
+
+def _checkpoint_params(given: CheckpointParams | Mapping[str, Any]) -> CheckpointParams:
+    try:
+        return CheckpointParams.model_validate(given)
+    except ValidationError as error:
+        msg = f"RankContext.local's checkpoint: {in_words(error, CheckpointParams)}"
+        raise InvalidParamsError(msg) from error

@@ -351,6 +351,23 @@ REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
 ]
 
 
+def test_a_checkpoint_policy_may_be_a_dict(tmp_path: Path) -> None:
+    """As in TrainParams; what it can't have is refused by name, before an attempt is claimed."""
+    given: Any = {"every_s": None, "every_steps": 2}
+    with RankContext.local(storage=tmp_path, checkpoint=given) as ctx:
+        assert ctx.config.checkpoint == CheckpointParams(**given)
+    refused: list[tuple[Any, str]] = [
+        ({"every_step": 2}, "checkpoint: there is no option every_step; did you mean every_steps"),
+        ({"keep_last": 0}, "checkpoint: .*keep_last"),
+        (3, "checkpoint: "),
+    ]
+    for value, says in refused:
+        with pytest.raises(InvalidParamsError, match=says):
+            RankContext.local(storage=tmp_path, checkpoint=value)
+    with RankContext.local(storage=tmp_path) as ctx:
+        assert ctx.attempt == 2
+
+
 @pytest.mark.parametrize(("says", "use"), REFUSED)
 def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext], object]) -> None:
     """At the call, with the way out."""
