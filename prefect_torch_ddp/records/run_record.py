@@ -75,8 +75,8 @@ class RunRecord(Result):
     storage: str
     """The storage's URI."""
     parameters: Mapping[str, Any] = {}
-    """All but the options; what is no plain value, or is long, is named by its type. The name of a
-    long one ends with a digest."""
+    """All but the options; what is no plain value, or is long, is named by its type and a digest,
+    without a digest if it can't be pickled."""
     options: Mapping[str, Any] = {}
     data_options: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}

@@ -25,6 +25,7 @@ from prefect_torch_ddp.records.run_record import (
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.formats import build_model
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tracking.digest import value_digest
 
 MAX_CHARACTERS = 2_000
 """Of one option or argument, as JSON."""
@@ -125,19 +126,30 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_value(value: Any, name: str = "") -> Any:
-    """Return one value as `plain_values` does; a long one with a digest, which tells two apart."""
+    """Return one value as `plain_values` does.
+
+    What is only named has a digest of its content, which tells two apart.
+    """
     # Sets of texts have another order in each process.
     ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     try:
-        plain = to_jsonable_python(ordered, fallback=_type_name, inf_nan_mode="strings")
+        plain = to_jsonable_python(ordered, fallback=_named, inf_nan_mode="strings")
         as_json = to_json(plain)
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
-        return _type_name(value)
+        return hidden(name, _named(value))
     if len(as_json) > MAX_CHARACTERS:
-        return _type_name(value, f", {hashlib.sha256(as_json).hexdigest()[:8]}")
+        return _type_name(value, hashlib.sha256(as_json).hexdigest())
     return hidden(name, plain)
 
 
-def _type_name(value: Any, digest: str = "") -> str:
+def _named(value: Any) -> str:
+    try:
+        return _type_name(value, value_digest(value))
+    except Exception:  # noqa: BLE001 - one that can't be pickled, such as a lock, has no digest
+        return _type_name(value, "")
+
+
+def _type_name(value: Any, digest: str) -> str:
     size = f" of {len(value)}" if isinstance(value, str | bytes | list | tuple | dict) else ""
-    return f"{LEFT_OUT}{type(value).__qualname__}{size}{digest})"
+    short = f", {digest[:8]}" if digest else ""
+    return f"{LEFT_OUT}{type(value).__qualname__}{size}{short})"

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import re
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,30 @@ def test_two_runs_differ_by_values_too_long_to_be_kept(storage: DirectoryStorage
     table = compare_runs(storage, "run-0", "run-1").loc["options"]
     assert list(table.index) == ["rows", "text"]
     assert re.fullmatch(r"\(not on record: list of 2000, [0-9a-f]{8}\)", table["run-0"]["rows"])
+
+
+class Encoder:
+    """A value that JSON lacks."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+def test_two_runs_differ_by_objects_that_are_no_plain_values(storage: DirectoryStorage) -> None:
+    """A digest of their content tells them apart, also within others; what can't be pickled has
+    none, and what is named like a secret is hidden."""
+    same, lock = Encoder(3), threading.Lock()
+    given: dict[str, Any] = {"same": same, "net": Encoder(1), "nets": [Encoder(1)], "lock": lock}
+    given["api_token"] = Encoder(1)
+    changed = {"same": Encoder(3), "net": Encoder(2), "nets": [Encoder(2)], "lock": lock}
+    for night, values in enumerate((given, {**given, **changed, "api_token": Encoder(2)})):
+        write_record(storage, record(night, options=plain_values(values)))
+    table = compare_runs(storage, "run-0", "run-1").loc["options"]
+    assert list(table.index) == ["net", "nets"]
+    assert re.fullmatch(r"\(not on record: Encoder, [0-9a-f]{8}\)", table["run-0"]["net"])
+    kept = read_record(storage, "run-0").options
+    assert kept["lock"] == "(not on record: lock)"
+    assert kept["api_token"] == plain_values({"api_token": "x"})["api_token"]
 
 
 def test_a_metric_of_an_evaluation_takes_no_column(storage: DirectoryStorage) -> None:
