@@ -627,7 +627,8 @@ class RankContext:
             read and nothing is tracked.
 
         Raises:
-            InvalidParamsError: the step isn't the one after that of the previous call.
+            InvalidParamsError: the step isn't the one after that of the previous call, or it or
+                the epoch is no whole number from 1.
             RuntimeError: there are several ranks and the process group isn't initialized.
         """
         return self._assembly.program.due(step, ends_epoch)

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Moment
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.saves import Reason
 from prefect_torch_ddp.rank.training.step_end import StepEnd
@@ -24,25 +24,24 @@ class Due(NamedTuple):
 class OwnLoop:
     """A loop of the user's own, whose steps all ranks make in the same order."""
 
-    def __init__(
-        self, end: StepEnd, saver: Saver, numbers: CheckpointNumbers, first_step: int
-    ) -> None:
+    def __init__(self, end: StepEnd, saver: Saver, progress: LoopProgress, first_step: int) -> None:
         """Begin the loop, before the end of its first step on this rank.
 
         Args:
             end: the ranks' agreements, which begin after the step before the first one.
             saver: knows when a checkpoint is due.
-            numbers: of the checkpoints.
+            progress: knows whether all ranks have stopped.
             first_step: the one that ends now.
         """
-        self._end, self._saver, self._numbers = end, saver, numbers
+        self._end, self._saver, self._progress = end, saver, progress
         self.step = first_step - 1
         end.enter()
         saver.begin_interval()
         self._stop = end.begin(self.step, math.inf)
 
-    def due(self, step: int, *, ends_epoch: int | None) -> Due:
-        """See `RankContext.due`."""
+    def due(self, moment: Moment) -> Due:
+        """Return what all ranks do at the end of a step; see `RankContext.due`."""
+        step = moment.step
         # The ranks agree on a step that comes soon, and over a gap that one would never come.
         if step != self.step + 1:
             msg = (
@@ -51,11 +50,9 @@ class OwnLoop:
             raise InvalidParamsError(msg)
         self.step = step
         end = self._end
-        if self._numbers.progress.has_stopped:
+        if self._progress.has_stopped:
             return Due(save=False, stop=True)
         stop = self._stop or end.stop(step)
-        by_step = self._saver.holds_folders
-        moment = self._numbers.moment_after(step, ends_epoch, is_number=by_step)
         reason = partial(self._saver.due, moment=moment)
         if stop is not None:
             end.heed(stop, step)

@@ -9,7 +9,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.programs.checkpoint_folder import CheckpointFolder
 from prefect_torch_ddp.rank.programs.own_loop import Due, OwnLoop
-from prefect_torch_ddp.rank.training.loop_progress import Requests
+from prefect_torch_ddp.rank.training.loop_progress import Moment, Requests
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
 from prefect_torch_ddp.rank.training.saver import Saver
 from prefect_torch_ddp.rank.training.step_end import StepEnd
@@ -53,15 +53,18 @@ class Program:
         """The last step that `due` was given; None: it wasn't called."""
         return None if self._loop is None else self._loop.step
 
-    def due(self, step: object, ends_epoch: int | None) -> Due:
+    def due(self, step: object, ends_epoch: object) -> Due:
         """See `RankContext.due`."""
         number = whole_number("step", step, 1)
+        epoch = None if ends_epoch is None else whole_number("ends_epoch", ends_epoch, 1)
         if self._loop is None:
             here = self._config, self._info, self._requests, self._numbers.progress, self._link
             end = StepEnd(*here, number - 1)
-            self._loop = OwnLoop(end, self._saver, self._numbers, number)
-        self._has_epochs |= ends_epoch is not None
-        due = self._loop.due(number, ends_epoch=ends_epoch)
+            self._loop = OwnLoop(end, self._saver, self._numbers.progress, number)
+        self._has_epochs |= epoch is not None
+        # Only the checkpoints of folders are numbered by the steps that user code counts.
+        is_saved = self._saver.holds_folders and self._numbers.newest == number
+        due = self._loop.due(Moment(number, epoch, is_saved))
         if due.save and due.stop:
             self._state.expect_save()
         if due.save and self.saves_folders:

@@ -72,16 +72,6 @@ class CheckpointNumbers:
         """Where the training is, for the decision whether a checkpoint is due."""
         return self.progress.moment(is_saved=self.is_saved)
 
-    def moment_after(self, step: int, ended_epoch: int | None, *, is_number: bool) -> Moment:
-        """Return the moment at the end of a step of a loop that isn't `ctx.steps`.
-
-        Args:
-            step: as user code counts.
-            ended_epoch: the epoch that it ended.
-            is_number: whether checkpoints are numbered by these steps, as by `ctx.commit`.
-        """
-        return Moment(step, ended_epoch, is_number and self.newest == step)
-
     @property
     def is_at_end(self) -> bool:
         """Whether the training had ended, and nothing was added since."""

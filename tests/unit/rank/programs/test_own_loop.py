@@ -139,6 +139,17 @@ def test_a_step_is_asked_for_once(tmp_path: Path) -> None:
             ctx.due(13)
 
 
+@pytest.mark.parametrize("epoch", [0, -1, "1"], ids=repr)
+def test_an_epoch_is_counted_from_1(tmp_path: Path, epoch: Any) -> None:
+    """Epoch 0 would always be due, and each later one an epoch too early."""
+    policy = CheckpointParams(every_s=None, every_epochs=2)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        _ = ctx.checkpoint_folder
+        with pytest.raises(InvalidParamsError, match=r"ends_epoch is .*; give a whole"):
+            ctx.due(1, ends_epoch=epoch)
+        assert [ctx.due(step, ends_epoch=step).save for step in (1, 2)] == [False, True]
+
+
 @pytest.mark.parametrize("how", ["from outside", "by itself"])
 def test_tracked_objects_are_saved_at_the_step_of_a_stop(tmp_path: Path, how: str) -> None:
     """What `due` asks for then is written; code after the loop comes too early to be saved."""
