@@ -302,6 +302,13 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     assert [step for step, speed in values["samples/s"] if speed > 0] == [2, 3, 4]
 
 
+def test_learning_rates_that_are_left_out_are_counted() -> None:
+    """The names of those that are measured say how many groups there are."""
+    groups = [{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(6)]
+    rates = dict(measured.learning_rates({"sgd": torch.optim.SGD(groups, lr=0.5)}))
+    assert rates == {f"learning_rate of sgd[{each}] (of 6 groups)": 0.5 for each in range(4)}
+
+
 # ---- Refusals.
 
 

@@ -50,16 +50,20 @@ class Measurements:
 
 
 def learning_rates(tracked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the learning rate of each group of each optimizer, by name; never waits for a GPU."""
+    """Yield the learning rate of each group of each optimizer, by name; never waits for a GPU.
+
+    There are at most `MAX_RATES`; if there are more groups, the names say how many.
+    """
     groups: dict[str, Any] = {
         f"{name}[{i}]" if len(item.param_groups) > 1 else name: group.get("lr")
         for name, item in tracked.items()
         if isinstance(getattr(item, "param_groups", None), list)
-        for i, group in enumerate(item.param_groups[:MAX_RATES])
+        for i, group in enumerate(item.param_groups)
         if isinstance(group, dict)  # an object of the user's may keep anything there
     }
+    more = f" (of {len(groups)} groups)" if len(groups) > MAX_RATES else ""
     for name, given in list(groups.items())[:MAX_RATES]:
         is_number = getattr(given, "ndim", None) == 0 and str(getattr(given, "device", "")) == "cpu"
         is_here = isinstance(given, Real) or is_number
         if is_here and math.isfinite(rate := float(given)):
-            yield ("learning_rate" if len(groups) == 1 else f"learning_rate of {name}"), rate
+            yield "learning_rate" if len(groups) == 1 else f"learning_rate of {name}{more}", rate

@@ -49,6 +49,8 @@ def checkpoint_list(report: TrainReport | None, kept: Sequence[KeptCheckpoint] =
         which = f"{' and '.join(roles.get(uri, []))} checkpoint".strip().capitalize()
         shown = list(ref.metrics.items())[:MAX_METRICS]
         metrics = "".join(f", {text(name)} {number(value)}" for name, value in shown)
+        if (num_more := len(ref.metrics) - len(shown)) > 0:
+            metrics += f" and {num_more} more metrics"
         at = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}{about.get(uri, '')}"
         lines.append(f"- **{which}**, {at}: {code(uri)}")
     if len(refs) > MAX_CHECKPOINTS:

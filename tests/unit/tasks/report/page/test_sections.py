@@ -292,6 +292,18 @@ def test_models_and_checkpoints_are_listed_once_and_their_places_are_no_links():
     assert checkpoint_list(None) == ""
 
 
+@pytest.mark.parametrize(
+    ("num", "ends"),
+    [(10, ", m9 9: `s3://b/200`"), (12, ", m9 9 and 2 more metrics: `s3://b/200`")],
+)
+def test_a_checkpoint_of_many_metrics_says_how_many_are_left_out(num, ends):
+    """After the first ten, which are those of its manifest's order."""
+    metrics = {f"m{each}": float(each) for each in range(num)}
+    ref = report().checkpoint.model_copy(update={"metrics": metrics, "uri": "s3://b/200"})
+    (line,) = checkpoint_list(None, [KeptCheckpoint(ref, 1_000, "1a" * 32)]).splitlines()
+    assert line.replace(f", 1 kB, sha256 `{'1a' * 32}`", "").endswith(ends)
+
+
 def test_each_of_several_models_is_shown_with_its_card_and_its_code():
     """By the name that it was tracked under, as those of a GAN."""
     uris = {name: f"/data/models/000001/{name}.safetensors" for name in ("generator", "critic")}
