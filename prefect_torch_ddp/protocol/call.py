@@ -21,7 +21,8 @@ class Call:
     @property
     def code(self) -> Callable[..., Any] | str:
         """The user's own code: a function, a script, or a workload's name."""
-        return self.users_own.fn
+        fn = self.users_own.fn
+        return getattr(fn, "runs_script", fn)  # the function of a `ddp_script` isn't the user's
 
     @property
     def users_own(self) -> "Call":

@@ -71,6 +71,7 @@ def ddp_script(
     name = named.removeprefix(MODULE_FLAG).strip() if path is None else path.stem
     run.__name__ = run.__qualname__ = name.rpartition(".")[2]
     run.__doc__ = f"Run {named} on every rank."
+    run.runs_script = what  # type: ignore[attr-defined]  # for `Call.code`
     options.setdefault("name", name)
     options.setdefault("process_group", "user")
     task: Any = ddp_task(**options)(run)

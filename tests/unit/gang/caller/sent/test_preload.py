@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefect_torch_ddp import ddp_script
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.code import own_code_paths
 from prefect_torch_ddp.gang.caller.sent.preload import preload_of
 from prefect_torch_ddp.protocol.rank import Preload
+from prefect_torch_ddp.tasks.train_run import RUN_TASK
 
 
 def test_the_callers_order_holds_at_the_ranks(
@@ -101,6 +104,17 @@ def test_only_safe_libraries_are_loaded_by_default(
     assert preload_of("absent:train").libraries == ()
     with pytest.raises(InvalidParamsError, match="'own', which is your own module"):
         preload_of("own:train", ["own"])
+
+
+def test_a_script_as_a_task_has_the_libraries_of_its_file(
+    tmp_path: Path, write_modules: Callable[[dict[str, str]], None]
+) -> None:
+    """As `run_gang` has them for it, also of a module."""
+    write_modules({"job/__init__": "", "job/train": "import torch, torchvision\n"})
+    for script in (str(tmp_path / "job" / "train.py"), "-m job.train"):
+        task: Any = ddp_script(script)
+        call = RUN_TASK.with_arguments((None, task.fn, ()), {})
+        assert preload_of(call.code).libraries == ("torchvision",)
 
 
 def test_a_library_in_whose_place_the_user_has_a_module_is_not_loaded(
