@@ -2,17 +2,22 @@
 
 import hashlib
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "M": "time", "m": "time"}
+"""By NumPy's letter of a dtype. Others may be anything: Dask takes objects for texts."""
 ROW_GROUP_ROWS = 16_384
 """Small enough that a window of `table()` mixes the rows of several row groups."""
 
 
-def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Written:
+def write_part(
+    frame: Any, storage: Storage, files_key: str, number: int, dtypes: Mapping[str, Any]
+) -> Written:
     """Write a partition as a Parquet file; write none if it has no rows.
 
     Each call chooses a new file name. Two workers may compute the same partition if one of them
@@ -23,9 +28,11 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
         storage: the dataset's storage.
         files_key: the folder of the files.
         number: the partition's number, by which the files are sorted.
+        dtypes: the dtype of each column, as the meta of the whole DataFrame has it.
 
     Raises:
-        InvalidParamsError: pyarrow can't write the frame; names the partition.
+        InvalidParamsError: pyarrow can't write the frame, or a column is missing or of another kind
+            of type than in `dtypes`; names the partition.
         StorageError: the storage failed.
     """
     import pyarrow as pa  # noqa: PLC0415 - an extra
@@ -36,6 +43,7 @@ def write_part(frame: Any, storage: Storage, files_key: str, number: int) -> Wri
         rows = pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise _unwritable(number, error) from error
+    _refuse_other_types(rows.schema, dtypes, number)
     return Written((write_rows(rows, storage, files_key, number),))
 
 
@@ -61,6 +69,40 @@ def write_rows(rows: Any, storage: Storage, files_key: str, number: int) -> Data
     storage.write(f"{files_key}/{key}", content)
     digest = hashlib.sha256(content).hexdigest()
     return DatasetFile(key=key, num_bytes=len(content), sha256=digest, num_rows=rows.num_rows)
+
+
+def _refuse_other_types(schema: Any, dtypes: Mapping[str, Any], number: int) -> None:
+    """Refuse a partition with other columns than its DataFrame says: no table could be read."""
+    for name, dtype in dtypes.items():
+        if name not in schema.names:
+            msg = (
+                f"partition {number} of the Dask DataFrame lacks the column {name}, which is in "
+                "the meta of the DataFrame: correct the function that makes it, or its meta"
+            )
+            raise InvalidParamsError(msg)
+        found, wanted = schema.field(name).type, _KINDS.get(dtype.kind)
+        if wanted is not None and _kind(found) not in {wanted, "null"}:
+            msg = (
+                f"column {name} of partition {number} of the Dask DataFrame is {found}, but "
+                f"{dtype} in its meta: call astype({{{name!r}: ...}}) on the DataFrame, or correct "
+                "the meta"
+            )
+            raise InvalidParamsError(msg)
+
+
+def _kind(type_: Any) -> str:
+    """Return the kind of an Arrow type."""
+    from pyarrow import types  # noqa: PLC0415
+
+    type_ = type_.value_type if types.is_dictionary(type_) else type_
+    kinds = {
+        "null": types.is_null,
+        "bool": types.is_boolean,
+        "int": types.is_integer,
+        "float": types.is_floating,
+        "time": types.is_temporal,
+    }
+    return next((kind for kind, is_one in kinds.items() if is_one(type_)), "other")
 
 
 def _unwritable(number: int, error: Exception) -> InvalidParamsError:

@@ -70,7 +70,8 @@ class TableParts(CollectionParts):
     def __init__(self, frame: Any, storage: Storage, files_key: str) -> None:
         write = delayed(write_part, pure=False)
         parts = frame.to_delayed()
-        self.writes = [write(part, storage, files_key, i) for i, part in enumerate(parts)]
+        dtypes = delayed({str(name): dtype for name, dtype in frame.dtypes.items()}, traverse=False)
+        self.writes = [write(part, storage, files_key, i, dtypes) for i, part in enumerate(parts)]
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:
         """Return the files of the dataset; they are all written.

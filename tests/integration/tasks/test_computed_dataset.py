@@ -4,6 +4,7 @@ on it."""
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import dask.dataframe as dd
@@ -86,6 +87,58 @@ def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) 
     pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
     with pytest.raises(InvalidParamsError, match=r"partition [01] .* can't be written as Parquet"):
         publish_computed(client, storage, "d", pickled, logger)
+
+
+@pytest.mark.parametrize(
+    ("made", "meta", "says"),
+    [
+        (
+            [1, None],
+            "int64",
+            "column a of partition 0 .* is double, but int64 in its meta: .*astype",
+        ),
+        (["x", "y"], "float32", "column a .* is (large_)?string, but float32"),
+        (["x", "y"], "datetime64[ns]", r"column a .* is (large_)?string, but datetime64\[ns\]"),
+        ([True], "int64", "column a .* is bool, but int64"),
+        ([1], {"a": "int64", "b": "int64"}, "partition 0 .* lacks the column b, .* meta"),
+    ],
+)
+def test_partitions_of_other_types_than_the_meta_are_refused(
+    made, meta, says, client, tmp_path
+) -> None:
+    """The error names partition, column and types; such a partition isn't written."""
+    storage, told = DirectoryStorage(tmp_path), meta if isinstance(meta, dict) else {"a": meta}
+    frame = dd.from_map(partial(typed_part, made=made), range(1), meta=told)
+    pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+    with pytest.raises(InvalidParamsError, match=says):
+        publish_computed(client, storage, "d", pickled, logger)
+    assert not list(storage.list("datasets/"))
+
+
+@pytest.mark.parametrize(
+    ("made", "meta"),
+    [
+        ([1, 2], "object"),
+        ([[1], [2]], "object"),
+        ([1, 2], "int8"),
+        ([1.0, None], "Float64"),
+        (["x", None], "string"),
+        (["x", "y"], "category"),
+    ],
+)
+def test_types_that_go_with_the_meta_are_written(made, meta, client, tmp_path) -> None:
+    """Only the kind of a type counts, and objects, which Dask takes for texts, can be anything."""
+    storage = DirectoryStorage(tmp_path)
+    frame = dd.from_map(partial(typed_part, made=made), range(2), meta={"a": meta})
+    pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+    assert publish_computed(client, storage, "d", pickled, logger).num_files == 2
+
+
+def typed_part(number: int, made: list[Any]):
+    """Return a column of these values."""
+    import pandas as pd
+
+    return pd.DataFrame({"a": made})
 
 
 def mixed_part(number: int):
