@@ -1,6 +1,9 @@
 """Which Dask collections become datasets, and which are refused; loads neither Dask nor torch."""
 
+import copyreg
 import math
+import sys
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -23,6 +26,20 @@ def kind_of(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def let_frames_be_sent() -> None:
+    """Have what pyarrow knows of a file be pickled, which pyarrow itself can't.
+
+    A frame that was read with `filesystem="arrow"` has it for each of its files.
+    """
+    if (fs := sys.modules.get("pyarrow.fs")) is not None:
+        copyreg.pickle(fs.FileInfo, _by_fields)
+
+
+def _by_fields(info: Any) -> tuple[Any, ...]:
+    made: Any = type(info)
+    return partial(made, info.path, info.type, mtime_ns=info.mtime_ns, size=info.size), ()
+
+
 def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
     """Return a Dask collection pickled.
 
@@ -34,6 +51,7 @@ def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
     Raises:
         InvalidParamsError: it can't be a dataset, or too much of it is in memory.
     """
+    let_frames_be_sent()
     module, name, kind = type(value).__module__, type(value).__qualname__, kind_of(value)
     if module.startswith("dask.") and name == "DataFrame":
         return LazyDataset(kind, "table", cloudpickle.dumps(value))

@@ -9,6 +9,7 @@ from prefect.futures import PrefectFuture
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.modules import let_modules_be_sent
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
+from prefect_torch_ddp.rank.lazy_dataset import let_frames_be_sent
 from prefect_torch_ddp.tasks.off_thread import off_thread
 
 PREFECTS = frozenset({"wait_for", "return_state"})
@@ -25,6 +26,7 @@ def submitting(
         InvalidParamsError: an argument, or what the function uses, can't be sent to a worker.
     """
     let_modules_be_sent()
+    let_frames_be_sent()
     try:
         with off_thread():
             yield

@@ -28,6 +28,7 @@ from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
+from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from tests.support.waiting import wait_until
 from tests.unit.data.test_loader import loader_of
@@ -178,6 +179,18 @@ def test_what_is_stored_isnt_computed_again(client, tmp_path, caplog) -> None:
     assert first == again
     assert caplog.text.count("prepared 6 of 6 partitions") == 1
     assert "is already at" in caplog.text
+
+
+def test_a_frame_that_pyarrow_reads_is_sent_and_written(client, tmp_path) -> None:
+    """What Dask knows of its files is of a class that pyarrow can't pickle."""
+    pd.DataFrame({"number": range(5)}).to_parquet(tmp_path / "rows.parquet")
+    rows = dd.read_parquet(tmp_path, filesystem="arrow")
+    with submitting(function, (rows,), {}):
+        sent = cloudpickle.loads(cloudpickle.dumps(rows))
+    assert ids(sent) == ids(rows)
+    call = given(sent + 1).computed(client, DirectoryStorage(tmp_path / "s"), logger)
+    (batch,) = loader_of(table(call.args[0]), 5, shuffle=False)
+    assert batch["number"].tolist() == [1, 2, 3, 4, 5]
 
 
 def test_calls_at_the_same_time_compute_a_collection_once(client, tmp_path, caplog) -> None:
