@@ -3,20 +3,27 @@
 import functools
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _FILE_VERSION = "brain.Event:2"
+_MASK_DELTA = 0xA282EAD8
+"""Of a masked checksum, as TFRecord files have it."""
+MIN_TOGETHER = 8
+"""So many texts of one length are worth a call of numpy for each byte."""
 
 
 class EventFile:
     """An event file to append to; its records are length, checksum, event, checksum.
 
-    TensorBoard's own functions write and check them. They compute the checksums in Python, which
-    takes 5 of the 14 µs of processor time that a metric's value takes in all.
+    TensorBoard's own writer computes each checksum in Python, which takes as long as all else that
+    is done for a metric's value. Here those of many events are computed together.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,12 +88,37 @@ def _event_class() -> Any:
 
 
 def _write(file: BinaryIO, events: Sequence[Any]) -> int:
-    from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - optional
-
-    writer = RecordWriter(file)
-    for event in events:
-        writer.write(event.SerializeToString())
+    texts = [event.SerializeToString() for event in events]
+    lengths = [_LENGTH.pack(len(each)) for each in texts]
+    records = zip(lengths, checksums(lengths), texts, checksums(texts), strict=True)
+    file.write(b"".join(part for record in records for part in record))
     return file.tell()
+
+
+def checksums(texts: Sequence[bytes]) -> list[bytes]:
+    """Return the checksum of each text, in the order of the texts: a masked CRC-32C."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (  # noqa: PLC0415 - optional
+        CRC_TABLE,
+        masked_crc32c,
+    )
+
+    by_length = defaultdict(list)
+    for number, each in enumerate(texts):
+        by_length[len(each)].append(number)
+    table, found = np.array(CRC_TABLE, np.uint32), [b""] * len(texts)
+    for length, numbers in by_length.items():
+        if len(numbers) < MIN_TOGETHER:
+            masked = [masked_crc32c(texts[number]) for number in numbers]
+        else:
+            joined = np.frombuffer(b"".join(texts[number] for number in numbers), np.uint8)
+            crc = np.full(len(numbers), 0xFFFFFFFF, np.uint32)
+            for column in joined.reshape(len(numbers), length).T:
+                crc = table[(crc ^ column) & 0xFF] ^ (crc >> 8)
+            crc = ~crc
+            masked = ((crc >> 15 | crc << 17) + np.uint32(_MASK_DELTA)).tolist()
+        for number, value in zip(numbers, masked, strict=True):
+            found[number] = _CRC.pack(value)
+    return found
 
 
 def _record(file: BinaryIO) -> bytes:

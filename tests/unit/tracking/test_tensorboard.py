@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, TrackerError
@@ -215,6 +216,23 @@ def test_tensorboard_reads_every_record(tmp_path: Path) -> None:
     assert found == in_float32({"ab" * (i + 1): [(10**i, v)] for i, v in enumerate(values)})
     steps = [("ab" * (i + 1), 10**i) for i in range(5)]
     assert [each for each in file.scalars_after(0) if each[0].startswith("ab")] == steps
+
+
+@pytest.mark.parametrize("num_events", [1, 9, 300])
+def test_the_bytes_are_those_of_tensorboards_own_writer(tmp_path: Path, num_events: int) -> None:
+    """However many events have one length."""
+    events = [
+        scalar(f"loss_{number % 3}" * (1 + (number % 100 == 7)), number / 7, 50 * number, 2.0)
+        for number in range(num_events)
+    ]
+    file = EventFile(tmp_path / "ours")
+    begins = file.make(1.0)
+    assert file.append(events) == file.path.stat().st_size
+    with (tmp_path / "theirs").open("wb") as theirs:
+        writer = RecordWriter(theirs)
+        for event in events:
+            writer.write(event.SerializeToString())
+    assert file.path.read_bytes()[begins:] == (tmp_path / "theirs").read_bytes()
 
 
 @pytest.mark.parametrize("offset", [0, 9, 15, -1])
