@@ -188,6 +188,8 @@ class _Writing:
             if isinstance(error, KilledWorker):
                 self._note_death(number, error)
             elif error is not None:
+                what = f"number {number} of the {self._parts.unit}"
+                error.add_note(f"raised while {what} was computed, counted from 0")
                 raise error
             else:
                 self._parts.take(number, written)

@@ -116,7 +116,7 @@ class GivenCollections:
             InvalidParamsError: a worker can't write a collection; names the argument.
             StorageError: the storage failed.
             GangCancelledError: this task was cancelled.
-            Exception: what computing a part raised.
+            Exception: what computing a part raised, with a note that names the argument.
         """
         for name, (argument, lazy) in self.found.items():
             if (there := find_dataset(storage, name.dataset_id)) is not None:
@@ -131,6 +131,10 @@ class GivenCollections:
             except InvalidParamsError as error:
                 msg = f"argument {argument}: {error}"
                 raise InvalidParamsError(msg) from error
+            except Exception as error:
+                kind = f"a {name.kind}, was computed"
+                error.add_note(f"raised while the argument {argument}, {kind}")
+                raise
             words = "argument %s: computed as dataset %s (%s files, %s) at %s"
             extent = count(made.num_files), size(made.num_bytes)
             logger.info(words, argument, made.dataset_id, *extent, made.uri)

@@ -246,8 +246,11 @@ def test_a_bag_of_others_is_refused_with_the_argument(client, tmp_path) -> None:
 def test_what_computing_raises_is_the_users_error(client, tmp_path) -> None:
     """No dataset is left: what a worker was just writing is no part of one."""
     storage, failing = DirectoryStorage(tmp_path), given(frame(failing_part))
-    with pytest.raises(ValueError, match="partition 1 can't be cleaned"):
+    with pytest.raises(ValueError, match="partition 1 can't be cleaned") as raised:
         failing.computed(client, storage, logger)
+    number, argument = raised.value.__notes__
+    assert number == "raised while number 1 of the partitions was computed, counted from 0"
+    assert argument.startswith("raised while the argument rows, a dask.dataframe.")
     assert [find_dataset(storage, name.dataset_id) for name in failing.found] == [None]
 
 
