@@ -40,6 +40,20 @@ def _by_fields(info: Any) -> tuple[Any, ...]:
     return partial(made, info.path, info.type, mtime_ns=info.mtime_ns, size=info.size), ()
 
 
+def refuse_for_script(value: object, script: str) -> None:
+    """Refuse a collection as an argument of a script.
+
+    Raises:
+        InvalidParamsError: it is one; names the script.
+    """
+    if is_collection(value):
+        msg = (
+            f"{script} is given a {kind_of(value)}, which a script would get as a text: give it to "
+            "a ddp_task, or write it to a folder before, and give the script the folder's path"
+        )
+        raise InvalidParamsError(msg)
+
+
 def lazy_dataset(value: Any, what: str, otherwise: str = "") -> LazyDataset:
     """Return a Dask collection pickled.
 

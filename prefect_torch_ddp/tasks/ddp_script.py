@@ -11,6 +11,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, is_script
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.rank.lazy_dataset import refuse_for_script
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, GangTask, ddp_task
 from prefect_torch_ddp.tasks.gangs.task_training import TaskCode
 
@@ -43,8 +44,9 @@ def ddp_script(
         The task. Its result is None. Files that the script writes aren't collected.
 
     Raises:
-        InvalidParamsError: an option is unknown or has an invalid value, or `script` doesn't name a
-            script. When the task is called: the script's file doesn't exist.
+        InvalidParamsError: an option is unknown or has an invalid value, an argument is a Dask
+            collection, or `script` doesn't name a script. When the task is called: the script's
+            file doesn't exist.
 
     Example:
         Run a script on two ranks as torchrun would:
@@ -59,6 +61,8 @@ def ddp_script(
     if not is_script(named):
         msg = f"script is {named!r}; give the path of a .py file, or '-m package.module'"
         raise InvalidParamsError(msg)
+    for value in (*args, *resume_args):
+        refuse_for_script(value, named)
     path = None if named.startswith(MODULE_FLAG) else Path(named).absolute()
     what = named if path is None else str(path)
 

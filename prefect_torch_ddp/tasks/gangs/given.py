@@ -25,7 +25,7 @@ from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.protocol.rank import is_installed
-from prefect_torch_ddp.rank.lazy_dataset import lazy_dataset
+from prefect_torch_ddp.rank.lazy_dataset import lazy_dataset, refuse_for_script
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.current import all_workers_here
 from prefect_torch_ddp.tasks.gangs.collection_parts import kept_encodings
@@ -66,13 +66,16 @@ class GivenCollections:
         """Find them. `signature` is the one that the call's arguments fit.
 
         Raises:
-            InvalidParamsError: a collection can't be a dataset; names the argument.
+            InvalidParamsError: a collection can't be a dataset, which names the argument; or the
+                call is of a script.
         """
         found: dict[DatasetName, tuple[str, LazyDataset]] = {}
 
         def named(argument: str, value: Any) -> Any:
             if not is_dask_collection(value):
                 return value
+            if isinstance(call.code, str):
+                refuse_for_script(value, call.code)
             lazy = lazy_dataset(value, f"the argument {argument} of {call.name} is")
             name = DatasetName(_dataset_id(value, lazy), lazy.kind)
             found.setdefault(name, (argument, lazy))

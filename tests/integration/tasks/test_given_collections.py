@@ -20,7 +20,7 @@ from distributed import Lock
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import InvalidParamsError, StorageError, ddp_task
+from prefect_torch_ddp import InvalidParamsError, StorageError, ddp_script, ddp_task
 from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.protocol.call import Call
@@ -141,6 +141,17 @@ def test_collections_that_make_no_dataset_are_refused_by_name(args, says) -> Non
     """The error names the argument."""
     with pytest.raises(InvalidParamsError, match=says):
         given(*args)
+
+
+def test_a_script_gets_no_collection(tmp_path) -> None:
+    """It would get a text; the error comes before any rank starts."""
+    says = r"train\.py is given a dask\.dataframe\.\S+DataFrame, .* text: .*ddp_task.*folder"
+    for options in ({"args": [frame()]}, {"resume_args": ["--more", frame()]}):
+        with pytest.raises(InvalidParamsError, match=says):
+            ddp_script("train.py", **options)
+    call = Call(ddp_script("train.py").fn, ("--rows", frame()))
+    with pytest.raises(InvalidParamsError, match=says):
+        GivenCollections.in_call(call, inspect.signature(call.fn))
 
 
 def test_a_storage_that_cant_be_written_to_is_refused_with_the_argument() -> None:
