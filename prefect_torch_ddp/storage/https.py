@@ -159,7 +159,7 @@ class HttpsFile(Readable):
         """Ask for bytes, several times if need be; the answer may have more, from there on.
 
         Raises:
-            StorageError: the server doesn't answer, refuses it, or begins elsewhere.
+            StorageError: the server doesn't answer, refuses it, packs it, or begins elsewhere.
         """
         for number in range(NUM_TRIES):
             try:
@@ -193,7 +193,20 @@ class HttpsFile(Readable):
             answer.close()
             msg = f"{self.url} can't be read in parts: the server sends the whole file"
             raise StorageError(msg)
+        if not self._is_plain(encoding := answer.headers.get("Content-Encoding", "identity")):
+            answer.close()
+            msg = (
+                f"{self.url} is sent packed (Content-Encoding: {encoding}); copy it to a bucket or "
+                "a folder"
+            )
+            raise StorageError(msg)
         return answer
+
+    def _is_plain(self, encoding: str) -> bool:
+        """Tell whether an answer has the file's own bytes."""
+        if encoding.lower() in {"gzip", "x-gzip"}:  # some servers name the format of the file so
+            return self.key.lower().endswith((".gz", ".tgz"))
+        return encoding.lower() == "identity"
 
     def _version(self, answer: HTTPResponse) -> str:
         if self.sha256 is not None:
@@ -213,6 +226,8 @@ def _fault_of(url: str, parts: SplitResult) -> str:
         )
     if not url.isascii() or any(each.isspace() for each in url):
         return "has a character that an address can't have: write it as %.., e.g. %20"
+    if "/" in unquote(name):
+        return "ends with a name that has a slash, as %2F, and is no file's name"
     try:
         check_key(unquote(name))
     except BadKeyError as error:

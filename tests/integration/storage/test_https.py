@@ -88,6 +88,11 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
     [
         ({"says_length": False}, InvalidParamsError, "unknown size.*; copy it to a bucket"),
         ({"headers": {}}, InvalidParamsError, "neither ETag nor Last-Modified; append #sha256="),
+        (
+            {"headers": {"ETag": "1", "Content-Encoding": "gzip"}},
+            StorageError,
+            "my%20names.txt is sent packed .Content-Encoding: gzip.; copy it to a bucket",
+        ),
         ({"statuses": [404]}, StorageError, "404"),
         ({"statuses": [503] * 4}, StorageError, "in 4 tries: Service Unavailable"),
         (
@@ -96,7 +101,7 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
             r"leads to an address with http:, and only https is read$",
         ),
     ],
-    ids=["no length", "no version", "not there", "not now", "a redirect without TLS"],
+    ids=["no length", "no version", "packed", "not there", "not now", "a redirect without TLS"],
 )
 def test_a_file_that_cannot_be_vouched_for_is_refused_before_a_run(
     url: str, answers: Answers, changes: dict[str, Any], error: type[Exception], says: str
@@ -106,6 +111,12 @@ def test_a_file_that_cannot_be_vouched_for_is_refused_before_a_run(
         setattr(answers, name, value)
     with pytest.raises(error, match=says):
         fingerprint_of(resolve_source(url))
+
+
+def test_a_packed_file_is_what_it_is(url: str, answers: Answers) -> None:
+    """Some servers name the encoding of a file that itself is a .gz."""
+    answers.headers["Content-Encoding"] = "x-gzip"
+    assert dict(read_files(resolve_source(f"{url}.gz"))) == {"my names.txt.gz": CONTENT}
 
 
 def test_a_file_that_is_too_large_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ DIGEST = "0" * 64
         ("https://host/a.csv#sha256=12", "64 hexadecimal digits"),
         ("https://host/a.csv#page", "64 hexadecimal digits"),
         ("https://host/%2e%2e", "can't be used"),
+        ("https://host/a%2Fb.csv", "a slash, as %2F"),
         ("https://host/\N{LATIN SMALL LETTER E WITH ACUTE}.csv", "write it as %"),
         ("https://host/a b.csv", "write it as %"),
         ("https://[::1/a.csv", "can't be read: Invalid IPv6"),
