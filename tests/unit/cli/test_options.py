@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from prefect_torch_ddp import ClusterParams, DirectoryStorage, InvalidParamsError, TrainParams
+from prefect_torch_ddp.cli.app import app
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
 from prefect_torch_ddp.cli.train import _before, _over
 from prefect_torch_ddp.records.run_record import write_record
@@ -120,6 +122,28 @@ def test_no_run_is_guessed(storage: DirectoryStorage, given: str, says: str) -> 
     with pytest.raises(InvalidParamsError) as caught:
         find_run(storage, given)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("sh", ["show"]),
+        ("train --world", ["--world-size"]),
+        ("show --storage STORE calm", [NEWER_OTTER, OTTER]),
+        ("resume --storage STORE w", [SKUA]),
+        ("metrics --storage nowhere w", []),
+    ],
+    ids=["a command", "an option", "runs", "a run", "no run"],
+)
+def test_tab_completes_commands_options_and_runs(
+    storage: DirectoryStorage, words: str, completed: list[str]
+) -> None:
+    """As bash asks for it; of runs, those of the storage that was typed."""
+    typed = f"prefect-torch-ddp {words}".replace("STORE", storage.uri)
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    environment = {"_PREFECT_TORCH_DDP_COMPLETE": "complete_bash", **asked}
+    result = CliRunner().invoke(app, env=environment, prog_name="prefect-torch-ddp")
+    assert result.output.split() == completed
 
 
 def test_an_empty_storage_says_so(tmp_path: Path) -> None:
