@@ -19,7 +19,9 @@ from prefect_torch_ddp.tracking.automations import replace_automation
 NAME = "train-ddp-failed"
 TEXT = (
     '{"text": {{ ("Training " ~ event.payload.run_id ~ " of " ~ event.payload.experiment'
-    ' ~ " failed at step " ~ event.payload.step ~ ": " ~ event.payload.cause) | tojson }} }'
+    ' ~ " failed at step " ~ event.payload.step ~ ": " ~ event.payload.cause'
+    ' ~ (". To continue: resume_from=\\"" ~ event.payload.resume_from ~ "\\""'
+    ' if event.payload.resume_from else "")) | tojson }} }'
 )
 
 

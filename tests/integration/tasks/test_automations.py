@@ -21,6 +21,8 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Crashed, Running
 
 from prefect_torch_ddp import RankFailedError, train_flow
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
@@ -58,7 +60,8 @@ def posted() -> Iterator[tuple[str, list[Any]]]:
 def test_a_failed_training_is_told_of(
     dask_cluster: LocalCluster, tmp_path: Path, posted: tuple[str, list[Any]]
 ) -> None:
-    """A failed run is reported once, with its error, and a successful one never."""
+    """A failed run is reported once, with its error and how to continue, and a successful one
+    never."""
     url, kept = posted
     environment = {**os.environ, "WEBHOOK_URL": url}
     command = [sys.executable, "deployments/tell_of_failure.py"]
@@ -73,6 +76,8 @@ def test_a_failed_training_is_told_of(
     (told,) = kept
     assert "of train-ddp/tests.workloads.tiny failed at step 7" in told["text"]
     assert "told to fail" in told["text"]
+    (failed,) = (run for run in list_records(DirectoryStorage(store)) if run.state == "failed")
+    assert told["text"].endswith(f'. To continue: resume_from="{failed.run_id}"')
 
 
 @flow(name="train-ddp")
