@@ -19,6 +19,9 @@ from urllib.parse import urlsplit
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 
 LOCAL_API = "http://127.0.0.1:4200/api"
+LEASES_IN = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
+LEASES_IN_FILES = "prefect.server.concurrency.lease_storage.filesystem"
+LEASES_IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
 READY_S = 90
 EMBEDDED_START_S = 300
 """Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
@@ -79,8 +82,31 @@ def server_environment() -> dict[str, str]:
     into a run the renewal gets `410 Gone` from a server that was restarted, and Prefect ends the
     flow run as Crashed.
     """
-    leases = "prefect.server.concurrency.lease_storage.filesystem"
-    return {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": leases, **os.environ}
+    return {LEASES_IN: LEASES_IN_FILES, **os.environ}
+
+
+def forgets_leases() -> bool:
+    """Return whether the configured Prefect server says that it keeps leases in memory.
+
+    Prefect Cloud says nothing of itself.
+
+    Raises:
+        httpx.HTTPError: the server doesn't answer.
+    """
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see find_or_start_server
+    from prefect.exceptions import PrefectHTTPStatusError  # noqa: PLC0415
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings  # noqa: PLC0415
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(sync_client=True) as client,
+    ):
+        try:
+            told = client.request("GET", "/admin/settings").json()
+        except PrefectHTTPStatusError:
+            return False
+    found = told.get("server", {}).get("concurrency", {}).get("lease_storage")
+    return bool(found == LEASES_IN_MEMORY)
 
 
 def is_prefect(api: str) -> bool:

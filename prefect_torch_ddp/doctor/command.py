@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+import httpx
 from distributed import Client
+from prefect.settings import PREFECT_API_URL
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +25,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
 from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
+from prefect_torch_ddp.server import LEASES_IN, LEASES_IN_FILES, forgets_leases
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
@@ -180,6 +183,21 @@ class Doctor:
         words = "the storage %s honours conditional writes; from here it writes %.0f and reads %.0f"
         self.console.print(f"{words % (storage.uri, *speeds)} MiB/s")
 
+    def server(self) -> None:
+        """Check that a restart of the configured Prefect server, if any, costs no deployed run."""
+        if not PREFECT_API_URL.value():
+            return
+        try:
+            if forgets_leases():
+                text = (
+                    "a restart of the Prefect server would crash deployed runs with a concurrency "
+                    f"limit, whose leases it keeps in memory: start it with {LEASES_IN}="
+                    f"{LEASES_IN_FILES}"
+                )
+                self.console.print(text, style="yellow", soft_wrap=True)
+        except httpx.HTTPError as error:
+            self.untried.append(f"the Prefect server of PREFECT_API_URL: {error}")
+
 
 def _meeting() -> Callable[[], tuple[str, list[str]]]:
     """Return the function of each rank, sent by value so that no rank loads this module."""
@@ -208,6 +226,8 @@ def examine(
 ) -> int:
     """Check a cluster and a storage; return 1 if there is a problem, else 0.
 
+    Of a configured Prefect server it says whether a restart would cost deployed runs.
+
     Args:
         cluster: address of a Dask scheduler; None: a local cluster is started.
         storage: a path, a URI or a Prefect block; None: no storage is checked.
@@ -226,6 +246,7 @@ def examine(
     cluster = cluster or scheduler_address(params, limit_s)
     logging.getLogger("distributed").setLevel(logging.ERROR)
     doctor = Doctor(Console(), interface, limit_s)
+    doctor.server()
     with ExitStack() as stack:
         client, workers = None, list[str]()
         if params.cluster_class:

@@ -21,6 +21,7 @@ from distributed import Client
 from prefect_torch_ddp import VersionConflictError, run_gang
 from prefect_torch_ddp.doctor.on_worker import unreachable
 from tests.support.separate_cluster import separate_cluster
+from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -140,6 +141,31 @@ def test_no_scheduler_no_storage() -> None:
     assert "tcp://127.0.0.1:9" in done.stdout
     assert "s3://bucket/prefix" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.extended
+def test_a_prefect_server_that_forgets_leases_is_named(
+    tmp_path: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its restart would crash deployed runs; one that keeps leases in files isn't named, and one
+    that doesn't answer wasn't tried."""
+
+    def said() -> str:
+        return " ".join(doctor("--cluster", "tcp://127.0.0.1:9", "--limit-s", "2").stdout.split())
+
+    forgets = "a restart of the Prefect server would crash deployed runs"
+    assert prefect_api
+    assert forgets not in said()
+    with monkeypatch.context() as patch:
+        in_memory = "prefect.server.concurrency.lease_storage.memory"
+        patch.setenv("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE", in_memory)
+        with prefect_server_in(tmp_path) as url:
+            patch.setenv("PREFECT_API_URL", url)
+            found = said()
+    assert forgets in found
+    assert "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server.concurrency.lease" in found
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert "not tried: the Prefect server of PREFECT_API_URL: " in said()
 
 
 @pytest.mark.extended
