@@ -32,6 +32,8 @@ def left_by_a_worker(
 
     def arguments(attempt: int) -> tuple[object, ...]:
         config = RankConfig("run", attempt, "task", storage, checkpoint=policy)
+        if how == "folder":
+            return config, hanging.commit_until_enough, (str(marks),)
         return config, hanging.count_until_enough, (str(marks), how)
 
     call = {
@@ -48,11 +50,12 @@ def left_by_a_worker(
         yield gang
 
 
-@pytest.mark.parametrize("how", ["own", "total"])
+@pytest.mark.parametrize("how", ["own", "total", "folder"])
 def test_a_worker_that_leaves_a_loop_with_other_numbers_costs_no_restart(
     tmp_path: Path, how: str
 ) -> None:
-    """The checkpoint counts, whose number isn't the step: of an own loop, or after an own save."""
+    """The checkpoint counts, also if its number isn't the step: of an own loop, or after an own
+    save. A commit has the step's number."""
     events: list[GangEvent] = []
     with left_by_a_worker(tmp_path, how, events) as gang:
         gang.result(HANG_S)
