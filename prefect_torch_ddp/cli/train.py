@@ -112,6 +112,12 @@ def resume(
     opened = storage_of(storage)
     run_id = find_run(opened, run)
     record = read_record(opened, run_id)
+    if record.dataset is None:
+        msg = (
+            f"run {run_id} isn't a run of train_flow, and can't be resumed by its record: call its "
+            f"task again, with resume_from={run_id!r}"
+        )
+        raise InvalidParamsError(msg)
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.state == "completed" and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"

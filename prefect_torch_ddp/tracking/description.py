@@ -101,7 +101,7 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, Dataset
     if record.dataset is None or lacks:
         why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
         why = why if lacks else "it isn't a run of train_flow"
-        msg = f"run {run_id} can't be evaluated from its record: {why}"
+        msg = f"run {run_id} can't be evaluated or resumed by its record: {why}"
         raise InvalidParamsError(msg)
     params, _ = build_model(TrainParams, {**given, "seed": record.seed})
     return params, record.dataset, record.experiment

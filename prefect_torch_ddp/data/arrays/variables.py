@@ -204,6 +204,8 @@ def used_positions(found: Found, select: Mapping[str, Any]) -> dict[str, range]:
         used[dim] = left
         if not left:
             msg = f"select[{dim!r}] is {wanted!r}, and no position of {found.uri} is in it"
+            if _descends(found.coordinates.get(dim)):
+                msg += f": its {dim} descends, so the larger end comes first"
             raise InvalidParamsError(msg)
     return used
 
@@ -213,5 +215,14 @@ def _positions(wanted: slice, values: Array | None) -> slice:
         return wanted
     import pandas as pd  # noqa: PLC0415 - which xarray needs, and only it has coordinates
 
-    positions: slice = pd.Index(values).slice_indexer(wanted.start, wanted.stop)
+    index = pd.Index(values)
+    if not (index.is_monotonic_increasing or index.is_monotonic_decreasing):
+        # What lies between two positions may then be anything: another year, a test sample.
+        msg = "its coordinates aren't sorted: sort it in prepare, by sortby"
+        raise ValueError(msg)
+    positions: slice = index.slice_indexer(wanted.start, wanted.stop)
     return positions
+
+
+def _descends(values: Array | None) -> bool:
+    return values is not None and len(values) > 1 and bool(values[0] > values[-1])

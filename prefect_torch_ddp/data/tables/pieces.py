@@ -294,6 +294,8 @@ def expression(filters: Filters) -> Any:
         InvalidParamsError: the filters aren't valid.
     """
     try:
+        for condition in _conditions(filters):
+            _refuse_letters(*condition)
         # Users give filters as lists: an expression doesn't say which columns it needs.
         return pq.filters_to_expression(list(filters))
     except (ValueError, TypeError, pa.ArrowException) as error:
@@ -301,10 +303,20 @@ def expression(filters: Filters) -> Any:
         raise InvalidParamsError(msg) from error
 
 
+def _refuse_letters(name: object, how: object, value: object) -> None:
+    if how in ("in", "not in") and isinstance(value, str | bytes):
+        # pyarrow would take it for the set of its letters.
+        msg = f"({name!r}, {how!r}, {value!r}) takes a list: [{value!r}]"
+        raise ValueError(msg)
+
+
 def columns_of(filters: Filters | None) -> list[str]:
     """Return the names of the columns that filters use."""
     if filters is None:
         return []
     expression(filters)
-    flat = [each for one in filters for each in ([one] if isinstance(one, tuple) else one)]
-    return list(dict.fromkeys(name for name, *_ in flat))
+    return list(dict.fromkeys(name for name, *_ in _conditions(filters)))
+
+
+def _conditions(filters: Filters) -> list[Any]:
+    return [each for one in filters for each in ([one] if isinstance(one, tuple) else one)]

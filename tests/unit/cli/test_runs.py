@@ -1,9 +1,16 @@
 """What `runs` and `show` print of a record."""
 
 from datetime import timedelta
+from pathlib import Path
+
+import pytest
 
 from prefect_torch_ddp.cli.runs import aligned, facts, row
+from prefect_torch_ddp.cli.train import resume
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.results import in_lines
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.pages import BEGAN, MODEL, RECORD, RUN, evaluation
 
 DONE = RECORD.model_copy(
@@ -52,6 +59,15 @@ def test_a_task_is_not_continued_from_here() -> None:
     """The record of a task doesn't have everything that a new call needs."""
     shown = dict(facts(RECORD.model_copy(update={"dataset": None}), "", "x"))
     assert shown["continue"] == ""
+
+
+def test_a_task_is_refused_before_a_server_is_started(tmp_path: Path) -> None:
+    """Whether it has completed or not, `resume` can't know what to call again."""
+    storage = DirectoryStorage(tmp_path)
+    for state in ("completed", "failed"):
+        write_record(storage, RECORD.model_copy(update={"dataset": None, "state": state}))
+        with pytest.raises(InvalidParamsError, match=f"task again, with resume_from='{RUN}'"):
+            resume(RUN, ["epochs=3"], storage=str(tmp_path))
 
 
 def test_rows_stand_below_one_another() -> None:

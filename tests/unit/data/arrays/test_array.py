@@ -263,6 +263,18 @@ def test_a_number_for_nan_has_to_fit() -> None:
     array(np.ones(4), nan=1e300)
 
 
+def test_select_refuses_coordinates_that_are_not_sorted(tmp_path) -> None:
+    """What lies between two of them may be anything: a year of the test, say."""
+    years = [2000, 2017, 2001, 2002]
+    data = xr.Dataset({"a": ("time", np.arange(4.0))}, {"time": years})
+    data.to_zarr(tmp_path / "a.zarr")
+    for where in (data, tmp_path / "a.zarr"):
+        with pytest.raises(InvalidParamsError, match=r"coordinates aren't sorted: .*sortby"):
+            array(where, select={"time": slice(2000, 2002)}, missing="fill")
+    later = array(data.sortby("time"), select={"time": slice(2000, 2002)})
+    assert len(later) == 3
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"variables": "t3m"}, r"no variable 't3m'; it has mask, t2m"),
     ({"window": {"tim": 3}}, "tim is none of them"),
@@ -272,6 +284,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"window": {"time": 0}}, "the extent of time is 0"),
     ({"select": {"time": 3}}, r"select\['time'\] is 3: give a slice"),
     ({"select": {"time": slice("1999", "2000")}}, "no position"),
+    ({"select": {"lat": slice(40, 70)}}, "its lat descends, so the larger end comes first"),
     ({"nan": "drop"}, "nan is 'drop'"),
     ({"missing": None}, "missing is None"),
     ({"shuffle_buffer": 0}, "shuffle_buffer is 0"),

@@ -310,6 +310,21 @@ def test_filters_choose_rows_and_leave_row_groups_unread(tmp_path) -> None:
         table(tmp_path, filters=[("number", "about", 1)])
 
 
+@pytest.mark.parametrize("local_copy", [False, True], ids=["in place", "as a copy"])
+def test_a_text_is_no_list_of_values_in_filters(tmp_path, local_copy: bool) -> None:
+    """It would be the set of its letters, and the test rows would be trained on."""
+    write(tmp_path / "a.parquet", {"n": [1, 2, 3], "split": ["train", "test", "val"]})
+    options = {"columns": ["n"], "local_copy": local_copy}
+    for how in ("in", "not in"):
+        test = ("split", how, "test")
+        says = rf"\('split', '{how}', 'test'\) takes a list: \['test'\]"
+        for filters in ([test], [("n", ">", 0), test], [[("n", ">", 0)], [test]]):
+            with pytest.raises(InvalidParamsError, match=says):
+                table(tmp_path, filters=filters, **options)
+    rest = table(tmp_path, filters=[("split", "not in", ["test"])], **options)
+    assert only_batch(rest)["n"].tolist() == [1, 3]
+
+
 def walk_numbers(rows: Any, world: int) -> list[int]:
     """Return the numbers that all ranks see in an epoch."""
     loaders = [loader_of(rows, 5, rank, world) for rank in range(world)]
