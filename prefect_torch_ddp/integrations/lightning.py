@@ -92,6 +92,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._ended = None
         self._global_step = trainer.global_step
         self._step = self._saved_at = self._step or self._global_step
+        _complete_restored_epoch(trainer.fit_loop)
         if self._kept is None:
             return
         loop, is_within = trainer.fit_loop, trainer.fit_loop.restarted_mid_epoch
@@ -169,6 +170,18 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         torch.save({"begun": self._begun, "now": capture_generators()}, folder / self._file)
         self._ctx.commit(folder, step=self._step)
         shutil.rmtree(folder)
+
+
+def _complete_restored_epoch(loop: Any) -> None:
+    """Begin the next epoch if the restored checkpoint is from the end of one.
+
+    Lightning does so only without max_steps. With it, Lightning enters the finished epoch again,
+    counts it twice and so ends too early, and without a validation trains on one more batch.
+    """
+    if loop.restarted_on_epoch_end:
+        # Not `loop.restarting = False`: with max_steps that sets True.
+        loop._restarting = loop.epoch_loop.restarting = False  # noqa: SLF001
+        loop.reset()
 
 
 def _is_validated(trainer: Trainer) -> bool:

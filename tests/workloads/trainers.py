@@ -251,6 +251,7 @@ def lightning(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> st
         max_steps=chosen.get("max_steps", -1),
         accumulate_grad_batches=chosen.get("accumulate", 1),
         val_check_interval=chosen.get("val_check_interval"),
+        limit_val_batches=chosen.get("val_batches"),
         callbacks=[counter, *early_stopping(chosen.get("patience"))],
         log_every_n_steps=2,
         enable_checkpointing=False,
