@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.integrations.refused import refuse_options
+from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -75,13 +75,7 @@ class Loop:
             self._note_steps(optimizer)
         self._kept: Any = None
         if ctx is not None and ctx.committed is not None:
-            size = torch.load(ctx.committed / "loop-0.pt")["world_size"]
-            if size != ctx.world_size:
-                msg = (
-                    f"the commit is of {size} ranks and this gang has {ctx.world_size}: Accelerate "
-                    f"would give them other batches; continue on {size} ranks"
-                )
-                raise InvalidParamsError(msg)
+            refuse_other_ranks(ctx, "Accelerate", "loop-*.pt")
             accelerator.load_state(str(ctx.committed))
             self._kept = torch.load(ctx.committed / f"loop-{ctx.rank}.pt")
             self.step, self._skips_steps = self._kept["step"], self._kept["skips_steps"]
@@ -245,7 +239,6 @@ class Loop:
             "epoch": epoch,
             "num_done": num_done,
             "skips_steps": self._skips_steps,
-            "world_size": self._ctx.world_size,
             "begun": begun,
             "now": now,
         }

@@ -14,7 +14,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
-from prefect_torch_ddp.integrations.refused import refuse_options
+from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 
@@ -25,7 +25,7 @@ def attach(trainer: Trainer) -> str | None:
 
     Raises:
         InvalidParamsError: the Trainer has an option with which a resumed training would differ or
-            fail. The message names it.
+            fail; the message names it. Or the newest commit is of another number of ranks.
     """
     if (ctx := current_context()) is None:
         return None
@@ -42,6 +42,7 @@ def attach(trainer: Trainer) -> str | None:
         ),
     }
     refuse_options(refused)
+    refuse_other_ranks(ctx, "Lightning", "generators-*.pt")
     if ctx.world_size > 1 and not dist.is_initialized():  # in a script: Lightning does so in `fit`
         dist.init_process_group("nccl" if ctx.device.type == "cuda" else "gloo")
     trainer.callbacks.append(_Callback(ctx))
@@ -73,8 +74,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._ended: str | None = None  # the run whose Trainer ended with the checkpoint
         self._file = f"generators-{ctx.rank}.pt"
         self._begun: Any = None  # the generators from which this epoch's order was drawn
-        found = None if ctx.committed is None else ctx.committed / self._file
-        self._kept = torch.load(found) if found is not None and found.exists() else None
+        self._kept = None if ctx.committed is None else torch.load(ctx.committed / self._file)
         self._own_sigterm = signal.getsignal(signal.SIGTERM)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,10 +1,30 @@
 """What all integrations refuse in the same words."""
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.context import RankContext
 
 
 def refuse_options(refused: dict[str, bool]) -> None:
     """Raise InvalidParamsError if any of these is set; the error names each that is."""
     if found := [name for name, is_set in refused.items() if is_set]:
         msg = f"attach can't keep this training right: it uses {'; '.join(found)}"
+        raise InvalidParamsError(msg)
+
+
+def refuse_other_ranks(ctx: RankContext, library: str, files: str) -> None:
+    """Raise InvalidParamsError if the newest commit is of another number of ranks.
+
+    Args:
+        ctx: this rank's context.
+        library: whose trainer it is.
+        files: a pattern of files of which each rank has committed one.
+    """
+    if ctx.committed is None:
+        return
+    size = len(list(ctx.committed.glob(files)))
+    if size != ctx.world_size:
+        msg = (
+            f"the commit is of {size} ranks and this gang has {ctx.world_size}: {library} "
+            f"would give them other batches; continue on {size} ranks"
+        )
         raise InvalidParamsError(msg)

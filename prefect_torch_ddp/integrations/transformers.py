@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from prefect_torch_ddp.integrations.refused import refuse_options
+from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _RNG = re.compile(r"rng_state_\d+\.pth$")
@@ -21,7 +21,7 @@ def attach(trainer: Trainer) -> str | None:
 
     Raises:
         InvalidParamsError: the Trainer has an option with which a resumed training would differ or
-            fail. The message names it.
+            fail; the message names it. Or the newest commit is of another number of ranks.
     """
     if (ctx := current_context()) is None:
         return None
@@ -47,6 +47,7 @@ def attach(trainer: Trainer) -> str | None:
         ),
     }
     refuse_options(refused)
+    refuse_other_ranks(ctx, "Transformers", "rng_state*.pth")  # without a number if there is one
     callback = _Callback(ctx)
     trainer.add_callback(callback)
     run_epoch = trainer._run_epoch  # noqa: SLF001 - nothing public comes before its first step

@@ -156,13 +156,18 @@ def test_a_lightning_trainer_continues_from_where_its_optimizers_have_stepped(
 def test_what_lightning_validates_is_committed_with_its_value(
     tmp_path: Path, dask_cluster: LocalCluster
 ) -> None:
-    """With a best metric every validation has a checkpoint. The last step has one too."""
+    """With a best metric every validation has a checkpoint. The last step has one too.
+
+    Another number of ranks would get other batches, and is refused.
+    """
     policy = CheckpointParams(every_s=None, keep_last=9, best_metric="val_loss", best_mode="min")
     config = replace(config_for(tmp_path), checkpoint=policy)
     fn = partial(trainers.lightning, val_check_interval=2)
     with Client(dask_cluster) as client:
         call = config, fn, (str(tmp_path), None)
         run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+        with pytest.raises(RankFailedError, match="the commit is of 2 ranks and this gang has 1"):
+            run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=1)
     storage = DirectoryStorage(tmp_path)
     losses = read_metrics(storage, "run").set_index("step")["val_loss"].dropna()
     committed = {each.step: each.metrics["val_loss"] for each in list_manifests(storage, "run")}

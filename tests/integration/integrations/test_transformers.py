@@ -97,7 +97,10 @@ def test_each_step_is_committed_once_and_the_last_one_too(
 def test_a_trainer_that_has_ended_adds_no_step(
     tmp_path: Path, options: dict[str, Any], last: int
 ) -> None:
-    """After a kill or a stop it ends at the same step; after its last commit, at once."""
+    """After a kill or a stop it ends at the same step; after its last commit, at once.
+
+    Another number of ranks would get other batches, and is refused.
+    """
 
     def train(name: str, die_at: int | None = None, **more: Any) -> list[Any]:
         folder = tmp_path / name
@@ -114,6 +117,9 @@ def test_a_trainer_that_has_ended_adds_no_step(
     assert train("stopped") == undisturbed
     losses = read_metrics(DirectoryStorage(tmp_path / "killed"), "run")["train_loss"].dropna()
     assert (losses > 0).all()
+    config = config_for(tmp_path / "killed")
+    with pytest.raises(AssertionError, match="the commit is of 2 ranks and this gang has 3"):
+        train_on(3, config, trainers.transformers, str(tmp_path), None)
 
 
 @pytest.mark.parametrize(
