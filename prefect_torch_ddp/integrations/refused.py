@@ -12,7 +12,7 @@ def refuse_options(refused: dict[str, bool]) -> None:
 
 
 def refuse_other_ranks(ctx: RankContext, library: str, files: str) -> None:
-    """Raise InvalidParamsError if the newest commit is of another number of ranks.
+    """Raise InvalidParamsError if the newest commit is of another number of ranks or program.
 
     Args:
         ctx: this rank's context.
@@ -22,6 +22,9 @@ def refuse_other_ranks(ctx: RankContext, library: str, files: str) -> None:
     if ctx.committed is None:
         return
     size = len(list(ctx.committed.glob(files)))
+    if not size:
+        msg = f"the commit has no {files}, which attach writes: another program made it"
+        raise InvalidParamsError(msg)
     if size != ctx.world_size:
         msg = (
             f"the commit is of {size} ranks and this gang has {ctx.world_size}: {library} "
