@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, current_context
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from tests.support.waiting import wait_until
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -57,6 +59,15 @@ def die_once(marks: Path, step: int, at: DieAt, rank: int = 1) -> None:
     ):
         (marks / f"killed-at-{step}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once_saved(marks: Path, at: int, step: int) -> None:
+    """Kill rank 1 so, once a checkpoint is committed: it is written while steps are made."""
+    ctx = current_context()
+    assert ctx is not None
+    if step == at and ctx.attempt == ctx.rank == 1:
+        wait_until(lambda: list_manifests(ctx.config.storage, ctx.run_id))
+    die_once(marks, step, at)
 
 
 def transformers(

@@ -39,7 +39,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
 
     @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
     def nightly() -> object:
-        return train.submit(str(killed), 7).result()
+        return train.submit(str(killed), partial(trainers.die_once_saved, killed, 7)).result()
 
     assert nightly() == undisturbed
     assert (killed / "killed-at-7").exists()
