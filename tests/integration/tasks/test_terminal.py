@@ -120,8 +120,8 @@ def test_how_far_dask_is_with_a_dataset_is_in_the_bar_and_on_the_page(
 ) -> None:
     """With the time left; the training then takes over the page."""
     (tmp_path / "prepare.py").write_text(PREPARE)
-    for i in range(3):  # of two workers one computes two: before it writes the first, it may begin
-        (tmp_path / f"let-{i}").touch()  # the next
+    for i in range(5):  # one is held, with its worker: the other worker writes what it computes
+        (tmp_path / f"let-{i}").touch()
     far = r"prepared [1-5] of 6 partitions, [\d.]+ \w+, .*\d s left"
     arguments = str(tmp_path), dask_cluster.scheduler_address
     with in_terminal(tmp_path / "prepare.py", *arguments, **LOUD) as terminal:
