@@ -10,9 +10,8 @@ from prefect_torch_ddp.data.arrays.writing import file_of
 from prefect_torch_ddp.data.bags.forms import BagForm, Rows, Stack, joined
 from prefect_torch_ddp.data.bags.writing import rewrite_rows, write_items
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.gangs.collection_parts import CollectionParts
+from prefect_torch_ddp.tasks.gangs.collection_parts import CollectionParts, files_of
 
 
 class BagParts(CollectionParts):
@@ -52,10 +51,7 @@ class BagParts(CollectionParts):
         Raises:
             InvalidParamsError: the Bag is empty.
         """
-        files = [file for each in written for file in each.files]
-        if not files:
-            msg = "the Dask Bag has no items"
-            raise InvalidParamsError(msg)
+        files = files_of(written, "the Dask Bag has no items")
         if isinstance(self._form, Stack) and self._form.statistics is not None:
             statistics = merged(each.about.statistics for each in written if each.files)
             key, content = statistics_key("values"), statistics.to_bytes()

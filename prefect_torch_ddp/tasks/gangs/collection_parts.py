@@ -56,6 +56,14 @@ class CollectionParts(Protocol):
         ...
 
 
+def files_of(written: Sequence[Written], if_none: str) -> list[DatasetFile]:
+    """Return the files of all parts; raises InvalidParamsError by `if_none` if there are none."""
+    files = [file for each in written for file in each.files]
+    if not files:
+        raise InvalidParamsError(if_none)
+    return files
+
+
 class TableParts(CollectionParts):
     """The partitions of a Dask DataFrame.
 
@@ -79,11 +87,7 @@ class TableParts(CollectionParts):
         Raises:
             InvalidParamsError: there are no rows.
         """
-        files = [file for each in written for file in each.files]
-        if not files:
-            msg = "the Dask DataFrame has no rows"
-            raise InvalidParamsError(msg)
-        return files
+        return files_of(written, "the Dask DataFrame has no rows")
 
 
 class ArrayParts(CollectionParts):
