@@ -78,14 +78,14 @@ def _no_leaked_processes() -> Iterator[None]:
     before = set(_descendants())
 
     def leaked() -> list[psutil.Process]:
-        # The host of a worker of a wider fixture is meant to stay, and so is what shows a page of
-        # its browser; the session's end looks for them too.
+        # The host of a worker of a wider fixture is meant to stay, and so are the processes of its
+        # browser; the session's end looks for them too.
         return [
             process
             for process in _descendants()
             if process not in before
             and not _is_fork_server(process)
-            and not _is_renderer(process, before)
+            and not _is_of_browser(process, before)
         ]
 
     yield
@@ -128,11 +128,13 @@ def _is_fork_server(process: psutil.Process) -> bool:
     return False
 
 
-def _is_renderer(process: psutil.Process, before: set[psutil.Process]) -> bool:
-    """Tell a page's process in a browser that is older than the test: Chromium starts another one
-    for another site, or to spare, when it likes, and ends all of them with the browser."""
+def _is_of_browser(process: psutil.Process, before: set[psutil.Process]) -> bool:
+    """Tell a process of a browser that is older than the test: Chromium answers before it has
+    started those for its pages, its network and its drawing, starts another one when it likes, and
+    ends all of them with the browser."""
     with contextlib.suppress(psutil.Error):
-        return "--type=renderer" in " ".join(process.cmdline()) and process.parent() in before
+        is_chromium = "chrom" in Path(process.cmdline()[0]).name
+        return is_chromium and process.parent() in before
     return False
 
 

@@ -1,8 +1,10 @@
 """A real browser shows the report's file on a phone and a wide screen, light and dark."""
 
+import contextlib
 import math
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prefect_torch_ddp.results import Goodput
@@ -14,6 +16,7 @@ from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report_file import ReportFile
 from tests.support.browser import Page, Scheme, browser
 from tests.support.pages import RECORD, evaluation, hostile_view, report
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(200)]
 
@@ -147,3 +150,24 @@ def test_a_hostile_report_runs_nothing(page: Page, tmp_path: Path) -> None:
     outside = "[...document.images].filter(i => !i.src.startsWith('data:image/svg+xml')).length"
     assert page.evaluate(outside) == 0
     assert "document.title='hacked'" in page.evaluate("document.body.innerText")
+
+
+def test_a_browser_may_start_its_services_in_a_test(page: Page, tmp_path: Path) -> None:
+    """A service that a shared browser starts late, as on a slow machine, is no leak of a test."""
+
+    def services() -> set[psutil.Process]:
+        found = psutil.Process().children(recursive=True)
+        return {each for each in found if "network.mojom.NetworkService" in " ".join(command(each))}
+
+    def command(process: psutil.Process) -> list[str]:
+        with contextlib.suppress(psutil.Error):
+            return process.cmdline()
+        return []
+
+    wait_until(services)
+    before = services()
+    for service in before:
+        service.kill()
+    page.open(write(tmp_path, views()["finished"]).as_uri(), "light")
+    page.wait_for(IS_LOADED)
+    wait_until(lambda: services() - before)
