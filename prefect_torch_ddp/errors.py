@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Self
 
+from prefect_torch_ddp.frames import users_frames
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
@@ -499,8 +500,8 @@ class RankFailedError(_LongError):
 
     `__cause__` is the user's own exception if it can be unpickled here. `rank` failed first, on
     `host`. It exited with `exit_code` or was killed by `signal`, unless these are None.
-    `traceback_text` is its formatted traceback, empty if there is none. If `train_flow` raises
-    the error, its text has only the frames of your own code.
+    `traceback_text` is its formatted traceback, empty if there is none. The error's text has only
+    the frames of your own code, and says where the whole traceback is kept.
 
     Example:
         Which rank failed, and your own exception:
@@ -531,8 +532,6 @@ class RankFailedError(_LongError):
         self.exit_code = failure.exit_code
         self.signal = failure.signal
         self.traceback_text = failure.traceback_text
-        self.shown_traceback = failure.traceback_text.rstrip()
-        """The part of `traceback_text` that the error's text shows. It isn't pickled."""
 
     def as_final(self, why: str) -> Self:
         """Return the same error, which also says why no other attempt is made."""
@@ -556,8 +555,10 @@ class RankFailedError(_LongError):
         lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
         if self.why_final:
             lines += [f"not tried again: {self.why_final}"]
-        if self.shown_traceback:
-            lines += ["", self.shown_traceback]
+        if whole := first.traceback_text.rstrip():
+            shown = users_frames(whole)
+            where = first.log_uri or "traceback_text of this error"
+            lines += ["", shown] + ([f"the whole traceback: {where}"] if shown != whole else [])
         if first.stderr_tail:
             lines += ["", f"last lines on stderr of rank {first.rank}:"]
             lines += [f"  {line}" for line in first.stderr_tail]

@@ -58,9 +58,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     try:
         app(given, prog_name=NAME)
     except PrefectTorchDdpError as error:
-        from prefect_torch_ddp.tasks.watch.frames import in_few_lines
-
-        print(f"{NAME}: {in_few_lines(error)}", file=sys.stderr)
+        print(f"{NAME}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except BaseException as error:
         if not is_cancel(error):

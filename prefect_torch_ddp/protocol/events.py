@@ -86,6 +86,9 @@ class RankFailure(GangEvent):
     retryability: Retryability = "transient"
     """Whether another attempt may end differently. "open": it may end in the same way. "hopeless":
     it is bound to. "transient": the failure had nothing to do with the code."""
+    log_uri: str = ""
+    """Where its lines and the whole traceback are kept, with `*` for the number of the part; empty
+    if they aren't kept."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class RankProcess:
                 pass  # the first of them is the outcome
             case FailureWritten():
                 failure = pickle.loads(self.io.outcome())
-                self.failure = dataclasses.replace(failure, step=self._step())
+                kept = self.lines.uri
+                self.failure = dataclasses.replace(failure, step=self._step(), log_uri=kept)
                 self.lines.keep([failure.traceback_text.rstrip() or failure.summary], "ERROR ")
                 yield self.failure
             case RankReturned():
@@ -193,6 +194,8 @@ class RankLines:
         """Without a writer what the limit leaves out is gone."""
         self._rank = rank
         self.writer = writer
+        self.uri = writer.uri if writer is not None else ""
+        """Where all lines are kept; empty if they aren't."""
         most = max(LEAST_LINES, min(MOST_LINES, LINES_OF_GANG // world_size))
         self._limit = _Limit(most)
         self._last: deque[LogLine] = deque(maxlen=LAST_LINES)
@@ -232,7 +235,7 @@ class RankLines:
             self.writer.end()
 
     def _note(self, num_left_out: int) -> LogLine:
-        where = f"; all of them in {self.writer.uri}" if self.writer is not None else ""
+        where = f"; all of them in {self.uri}" if self.uri else ""
         text = f"{num_left_out:,} lines left out{where}"
         return LogLine(self._rank, logging.WARNING, text)
 

@@ -40,7 +40,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
-from prefect_torch_ddp.tasks.watch.frames import quiet_frames
+from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
 

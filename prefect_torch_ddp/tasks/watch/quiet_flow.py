@@ -7,9 +7,8 @@ from prefect import Flow
 from prefect.exceptions import CancelledRun
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.errors import PrefectTorchDdpError, RankFailedError, TaskCancelled
+from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
-from prefect_torch_ddp.tasks.watch.frames import users_frames
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,8 +19,6 @@ class _QuietFlow(Flow[P, R]):
         try:
             return super().__call__(*args, **kwargs)
         except (PrefectTorchDdpError, CancelledRun) as error:
-            if isinstance(error, RankFailedError):
-                error.shown_traceback = users_frames(error.shown_traceback)
             # A script that doesn't catch it prints the script's frames and this one. Prefect's
             # would be 30 lines that end in its engine; the error's text says what is wrong.
             raise error.with_traceback(None)  # noqa: B904 - it is the same error

@@ -1,6 +1,7 @@
 """The root cause of a gang's end, which of its failures are consequences, and the error. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.caller.plan import GangPlan
@@ -63,8 +64,11 @@ def early_return(
         f"while rank {waiting} waited for it in a collective; take the same number of steps on "
         "every rank, and stop all of them together: ctx.request_stop(...)"
     )
-    trace = collateral[0].traceback_text if collateral else ""
-    return RankFailure(first.rank, first.host, 0, "returned", summary, traceback_text=trace)
+    failure = RankFailure(first.rank, first.host, 0, "returned", summary)
+    if not collateral:
+        return failure
+    waits = collateral[0]
+    return replace(failure, traceback_text=waits.traceback_text, log_uri=waits.log_uri)
 
 
 def error_for(failures: Sequence[RankFailure], attempt: int) -> RankFailedError | WorkerLostError:

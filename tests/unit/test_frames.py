@@ -1,13 +1,12 @@
-"""What is printed of an error."""
+"""The frames that an error shows."""
 
-import logging
-import sys
+from dataclasses import replace
 
-import pytest
 import torch
 
-from prefect_torch_ddp import InvalidParamsError
-from prefect_torch_ddp.tasks.watch.frames import WithoutFrames, users_frames
+from prefect_torch_ddp import RankFailedError
+from prefect_torch_ddp.frames import users_frames
+from tests.support.failures import BOOM
 
 TRACEBACK = f"""Traceback (most recent call last):
   File "{torch.__file__}", line 1, in call
@@ -41,18 +40,13 @@ def test_without_a_frame_of_the_users_all_are_left() -> None:
     assert users_frames(installed) == installed
 
 
-@pytest.mark.parametrize(
-    ("error", "has_frames"),
-    [(InvalidParamsError("refused"), False), (ValueError("a bug"), True)],
-    ids=["ours", "another"],
-)
-def test_the_log_has_no_frames_of_our_own_errors(error: Exception, *, has_frames: bool) -> None:
-    """Those of other errors are left; and other handlers get the whole record."""
-    try:
-        raise error
-    except type(error):
-        record = logging.LogRecord("x", 40, __file__, 1, "failed: %s", (error,), sys.exc_info())
-    text = WithoutFrames(logging.Formatter("%(message)s")).format(record)
-    assert text.splitlines()[0] == f"failed: {error}"
-    assert ("Traceback" in text) == has_frames
-    assert record.exc_info is not None
+def test_an_error_says_where_the_whole_traceback_is() -> None:
+    """In the rank's kept lines or, if none are kept, in the error itself."""
+    failure = replace(BOOM, traceback_text=TRACEBACK + "\n", log_uri="s3://runs/logs/000001-*.txt")
+    assert LEFT in str(RankFailedError(failure, 1))
+    kept = str(RankFailedError(failure, 1)).splitlines()
+    assert kept[-1] == "the whole traceback: s3://runs/logs/000001-*.txt"
+    only_here = str(RankFailedError(replace(failure, log_uri=""), 1)).splitlines()
+    assert only_here[-1] == "the whole traceback: traceback_text of this error"
+    whole = str(RankFailedError(replace(failure, traceback_text=LEFT), 1))
+    assert "the whole traceback" not in whole, "it is shown"

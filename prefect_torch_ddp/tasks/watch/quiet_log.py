@@ -1,50 +1,16 @@
-"""What is printed of our own errors: a few lines, and no frames but the user's own."""
+"""What Prefect logs of our own errors: their texts and notes, without frames."""
 
 import copy
 import logging
-import re
 
-from prefect_torch_ddp.errors import PrefectTorchDdpError, RankFailedError
-
-FRAME = re.compile(r'^  File "(?P<file>[^"]+)"')
-NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen "
-    r"|/prefect_torch_ddp/(checkpoint|data|gang|rank|storage|tasks)/\w"
-)
-"""Ranks may run on other machines, so the paths aren't those of this Python."""
-
-
-def in_few_lines(error: PrefectTorchDdpError) -> str:
-    """Return an error's text; of a rank's traceback only the frames of the user's own code."""
-    text = str(error)
-    if isinstance(error, RankFailedError) and error.traceback_text:
-        whole = error.traceback_text.rstrip()
-        text = text.replace(whole, users_frames(whole))
-    return text
-
-
-def users_frames(traceback: str) -> str:
-    """Return a formatted traceback without the frames of installed packages and of Python.
-
-    If there are no others it is returned whole.
-    """
-    kept: list[str] = []
-    num_frames, is_kept = 0, True
-    for line in traceback.splitlines():
-        if (frame := FRAME.match(line)) is not None:
-            is_kept = NOT_THE_USERS.search(frame["file"]) is None
-            num_frames += is_kept
-        elif not line.startswith("    "):
-            is_kept = True
-        if is_kept:
-            kept.append(line)
-    return "\n".join(kept) if num_frames else traceback
+from prefect_torch_ddp.errors import PrefectTorchDdpError
 
 
 class WithoutFrames(logging.Formatter):
     """Another formatter, but without the frames of our own errors: their texts say what is wrong.
 
-    Whoever runs the flow gets the error itself, with all of them.
+    Whoever runs the flow gets the error itself, with all of them. The notes are kept, since they
+    say how to continue and where the report is.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:
@@ -59,7 +25,7 @@ class WithoutFrames(logging.Formatter):
             return self._inner.format(record)
         record = copy.copy(record)
         record.exc_info = record.exc_text = None
-        return self._inner.format(record).replace(str(error), in_few_lines(error))
+        return "\n".join([self._inner.format(record), *getattr(error, "__notes__", ())])
 
 
 def quiet_frames() -> None:

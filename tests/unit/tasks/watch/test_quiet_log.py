@@ -1,0 +1,31 @@
+"""What Prefect's log has of an error."""
+
+import logging
+import sys
+
+import pytest
+
+from prefect_torch_ddp import InvalidParamsError
+from prefect_torch_ddp.tasks.watch.quiet_log import WithoutFrames
+
+
+@pytest.mark.parametrize(
+    ("error", "has_frames"),
+    [(InvalidParamsError("refused"), False), (ValueError("a bug"), True)],
+    ids=["ours", "another"],
+)
+def test_the_log_has_no_frames_of_our_own_errors(error: Exception, *, has_frames: bool) -> None:
+    """Those of other errors are left; and other handlers get the whole record.
+
+    Our own errors have the notes that say where the report is.
+    """
+    error.add_note("the report: here")
+    try:
+        raise error
+    except type(error):
+        record = logging.LogRecord("x", 40, __file__, 1, "failed: %s", (error,), sys.exc_info())
+    text = WithoutFrames(logging.Formatter("%(message)s")).format(record)
+    assert text.splitlines()[0] == f"failed: {error}"
+    assert text.splitlines()[-1] == "the report: here"
+    assert ("Traceback" in text) == has_frames
+    assert record.exc_info is not None
