@@ -31,8 +31,8 @@ def write_part(
         dtypes: the dtype of each column, as the meta of the whole DataFrame has it.
 
     Raises:
-        InvalidParamsError: pyarrow can't write the frame, or a column is missing or of another kind
-            of type than in `dtypes`; names the partition.
+        InvalidParamsError: pyarrow can't write the frame, or a column is missing, or of another
+            kind of type than in `dtypes` and can't be cast without loss; names the partition.
         StorageError: the storage failed.
     """
     import pyarrow as pa  # noqa: PLC0415 - an extra
@@ -43,7 +43,7 @@ def write_part(
         rows = pa.Table.from_pandas(frame, preserve_index=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise _unwritable(number, error) from error
-    _refuse_other_types(rows.schema, dtypes, number)
+    rows = _in_types_of_meta(rows, dtypes, number)
     return Written((write_rows(rows, storage, files_key, number),))
 
 
@@ -71,23 +71,61 @@ def write_rows(rows: Any, storage: Storage, files_key: str, number: int) -> Data
     return DatasetFile(key=key, num_bytes=len(content), sha256=digest, num_rows=rows.num_rows)
 
 
-def _refuse_other_types(schema: Any, dtypes: Mapping[str, Any], number: int) -> None:
-    """Refuse a partition with other columns than its DataFrame says: no table could be read."""
+def _in_types_of_meta(rows: Any, dtypes: Mapping[str, Any], number: int) -> Any:
+    """Return a partition whose columns are of the kinds that its DataFrame says.
+
+    Otherwise the files of its partitions would make no table. As in Dask's `to_parquet`, a column
+    is cast, but only if no value is changed: neither texts nor booleans become numbers. Widths
+    may differ between files, so they are kept.
+    """
     for name, dtype in dtypes.items():
-        if name not in schema.names:
+        at = rows.schema.get_field_index(name)
+        if at < 0:
             msg = (
                 f"partition {number} of the Dask DataFrame lacks the column {name}, which is in "
                 "the meta of the DataFrame: correct the function that makes it, or its meta"
             )
             raise InvalidParamsError(msg)
-        found, wanted = schema.field(name).type, _KINDS.get(dtype.kind)
-        if wanted is not None and _kind(found) not in {wanted, "null"}:
+        column, wanted = rows.column(at), _KINDS.get(dtype.kind)
+        if wanted is None or _kind(column.type) == wanted:
+            continue
+        try:
+            rows = rows.set_column(at, name, _cast(column, dtype, wanted))
+        except _OtherTypeError as error:
             msg = (
-                f"column {name} of partition {number} of the Dask DataFrame is {found}, but "
+                f"column {name} of partition {number} of the Dask DataFrame is {column.type}, but "
                 f"{dtype} in its meta: call astype({{{name!r}: ...}}) on the DataFrame, or correct "
-                "the meta"
+                f"the meta ({error})"
             )
-            raise InvalidParamsError(msg)
+            raise InvalidParamsError(msg) from error
+    return rows
+
+
+class _OtherTypeError(Exception):
+    """A column can't be cast without loss; says why."""
+
+
+def _cast(column: Any, dtype: Any, wanted: str) -> Any:
+    """Return a chunked column in the type of a dtype, of the kind `wanted`."""
+    import numpy as np  # noqa: PLC0415 - comes with the extra
+    import pandas as pd  # noqa: PLC0415 - an extra
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+
+    found = _kind(column.type)
+    type_ = pa.Array.from_pandas(pd.Series(dtype=dtype)).type
+    has_nan = found == "float" and column.null_count > 0
+    if has_nan and wanted in {"int", "bool"} and isinstance(dtype, np.dtype):
+        msg = f"it has {column.null_count} missing values, which {dtype} can't hold"
+        raise _OtherTypeError(msg)
+    if column.null_count == len(column):  # pandas has objects for only None, and Dask texts
+        return pa.nulls(len(column), type_)
+    if {found, wanted} != {"int", "float"}:
+        msg = "only integers and floats are converted into each other"
+        raise _OtherTypeError(msg)
+    try:
+        return column.cast(type_)
+    except pa.ArrowException as error:
+        raise _OtherTypeError(str(error)) from error
 
 
 def _kind(type_: Any) -> str:

@@ -2,12 +2,15 @@
 on it."""
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import dask
 import dask.dataframe as dd
+import pyarrow.parquet as pq
 import pytest
 
 from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
@@ -97,9 +100,13 @@ def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) 
             "int64",
             "column a of partition 0 .* is double, but int64 in its meta: .*astype",
         ),
+        ([math.nan], "int64", "column a .* is double, but int64 .* 1 missing values"),
         (["x", "y"], "float32", "column a .* is (large_)?string, but float32"),
         (["x", "y"], "datetime64[ns]", r"column a .* is (large_)?string, but datetime64\[ns\]"),
         ([True], "int64", "column a .* is bool, but int64"),
+        ([0, 1], "bool", "column a .* is int64, but bool"),
+        ([1.5], "int64", r"column a of partition 0 .* is double, but int64 .* 1\.5.* truncated"),
+        ([2**24 + 1], "float32", "column a .* is int64, but float32 .* 16777217 not in range"),
         ([1], {"a": "int64", "b": "int64"}, "partition 0 .* lacks the column b, .* meta"),
     ],
 )
@@ -139,6 +146,75 @@ def typed_part(number: int, made: list[Any]):
     import pandas as pd
 
     return pd.DataFrame({"a": made})
+
+
+@pytest.mark.parametrize("strings", [True, False], ids=["texts from objects", "objects"])
+def test_partitions_have_the_types_of_the_meta_as_dask_writes_them(
+    strings, client, tmp_path
+) -> None:
+    """A column of only None, integers for floats and whole floats for integers are cast."""
+    storage = DirectoryStorage(tmp_path / "store")
+    meta = {
+        "all_none": "float64",
+        "none_of_int": "int64",
+        "none_of_bool": "bool",
+        "none_of_time": "datetime64[ns]",
+        "int_for_float": "float32",
+        "nullable_for_float": "float64",
+        "whole_for_int": "int64",
+        "null_for_nullable": "Int64",
+    }
+    with dask.config.set({"dataframe.convert-string": strings}):
+        frame = dd.from_map(differing_part, range(2), meta=meta)
+        frame.to_parquet(str(tmp_path / "dask"), write_index=False)
+        pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+        publish_computed(client, storage, "d", pickled, logger)
+    folder = local_dataset(storage, "d")
+    for ours, theirs in zip(
+        sorted(folder.glob("*.parquet")), sorted((tmp_path / "dask").glob("*.parquet")), strict=True
+    ):
+        assert pq.read_table(ours).equals(pq.read_table(theirs))
+    names = ["all_none", "int_for_float", "nullable_for_float", "whole_for_int"]
+    rows = table(folder, columns=names, fill={"all_none": -1, "nullable_for_float": -2})
+    (batch,) = loader_of(rows, len(rows), shuffle=False)
+    assert {name: batch[name].tolist() for name in names} == {
+        "all_none": [-1, -1, 0.5, 1.5],
+        "int_for_float": [1, 2, 0.5, 1.5],
+        "nullable_for_float": [1, -2, 0.5, 1.5],
+        "whole_for_int": [3, 4, 5, 6],
+    }
+
+
+def differing_part(number: int):
+    """Return a partition with types that differ from the meta; number 1 has those of the meta."""
+    import pandas as pd
+
+    if number:
+        return pd.DataFrame(
+            {
+                "all_none": [0.5, 1.5],
+                "none_of_int": [1, 2],
+                "none_of_bool": [True, False],
+                "none_of_time": pd.to_datetime(["2020-01-01", "2020-01-02"]).as_unit("ns"),
+                "int_for_float": pd.Series([0.5, 1.5], dtype="float32"),
+                "nullable_for_float": [0.5, 1.5],
+                "whole_for_int": [5, 6],
+                "null_for_nullable": pd.Series([1, None], dtype="Int64"),
+            }
+        )
+    none = pd.Series([None, None], dtype="object")
+    return pd.DataFrame(
+        {
+            "all_none": none,
+            "none_of_int": none,
+            "none_of_bool": none,
+            "none_of_time": none,
+            "int_for_float": [1, 2],
+            "nullable_for_float": pd.Series([1, None], dtype="Int64"),
+            "whole_for_int": [3.0, 4.0],
+            "null_for_nullable": [1.0, None],
+        }
+    )
 
 
 def mixed_part(number: int):
