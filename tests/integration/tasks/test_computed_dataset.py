@@ -109,6 +109,17 @@ def test_what_parquet_cant_hold_is_refused_with_its_partition(client, tmp_path) 
         ([2**24 + 1], "float32", "column a .* is int64, but float32 .* 16777217 not in range"),
         ([1], {"a": "int64", "b": "int64"}, "partition 0 .* lacks the column b, .* meta"),
     ],
+    ids=[
+        "NaN for int",
+        "only NaN for int",
+        "texts for float",
+        "texts for times",
+        "bool for int",
+        "int for bool",
+        "fractions for int",
+        "int that float can't hold",
+        "no such column",
+    ],
 )
 def test_partitions_of_other_types_than_the_meta_are_refused(
     made, meta, says, client, tmp_path
@@ -131,6 +142,14 @@ def test_partitions_of_other_types_than_the_meta_are_refused(
         ([1.0, None], "Float64"),
         (["x", None], "string"),
         (["x", "y"], "category"),
+    ],
+    ids=[
+        "int for object",
+        "lists for object",
+        "wider int",
+        "nullable float",
+        "texts with None",
+        "texts for category",
     ],
 )
 def test_types_that_go_with_the_meta_are_written(made, meta, client, tmp_path) -> None:
