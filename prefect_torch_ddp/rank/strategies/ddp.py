@@ -3,7 +3,7 @@
 import copy
 import copyreg
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -19,6 +19,7 @@ from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.heartbeat_writer import HeartbeatWriter
+from prefect_torch_ddp.rank.strategies.held import HeldHook
 from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.strategies.replicated import dealt_out, whole
 from prefect_torch_ddp.rank.strategies.sums import Probe, SumWatch
@@ -343,9 +344,9 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     """
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     has_hooks = any(
-        any(not isinstance(hook, Probe) for hook in _hooks_after_gradient(parameter))
-        or getattr(parameter, "_backward_hooks", None)
+        not isinstance(hook, Probe | HeldHook)
         for parameter in parameters
+        for hook in _hooks_of(parameter)
     )
     has_sparse = any(getattr(module, "sparse", False) for module in ddp.module.modules())
     if ddp.find_unused_parameters or ddp.static_graph or has_hooks or has_sparse:
@@ -369,8 +370,9 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
         parameter.grad = None
 
 
-def _hooks_after_gradient(parameter: torch.Tensor) -> Iterable[Any]:
-    return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+def _hooks_of(parameter: torch.Tensor) -> Iterator[Any]:
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from (getattr(parameter, kind, None) or {}).values()
 
 
 def _zero(parameter: torch.Tensor) -> torch.Tensor:

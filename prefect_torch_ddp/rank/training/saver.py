@@ -19,7 +19,7 @@ from prefect_torch_ddp.rank.training.loop_progress import Moment
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.training.saves import Reason, SaveClock, due
-from prefect_torch_ddp.rank.training.tracked import warn_of_groups
+from prefect_torch_ddp.rank.training.tracked import TrackedWatch
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Saver:
         self._heartbeat = heartbeat
         self.objects = objects
         self.strategy = strategy
-        self._group_sizes: dict[str, list[int]] = {}
+        self._watch = TrackedWatch()
         self.holds_folders = False
         """Whether the checkpoints are folders that user code wrote, in place of objects."""
         run = (config.storage, config.run_id, config.attempt)
@@ -95,7 +95,7 @@ class Saver:
 
     def take(self, objects: Mapping[str, Any]) -> None:
         """Take objects that were checked, all of them or none."""
-        warn_of_groups(self._group_sizes, objects)
+        self._watch.take(objects)
         self.objects.update(objects)
 
     def trouble(self) -> str:
@@ -227,9 +227,9 @@ class Saver:
         with self._heartbeat.during(Phase.SAVING):
             if not (numbers.has_begun or self._replay.must_arrive):
                 numbers.enter_own_loop()
-            warn_of_groups(self._group_sizes, self.objects)
             self.begin_interval()
             number = numbers.begin_save()
+            self._watch.see_save(self.objects, number)
             self._reporter.mark_checkpoint()
             at = (config.run_id, number, config.attempt, numbers.progress.epoch, numbers.stored())
             is_rated = self._info.rank == 0

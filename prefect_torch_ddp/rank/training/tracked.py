@@ -8,6 +8,7 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.state.serial import group_sizes
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import Stage
+from prefect_torch_ddp.rank.strategies.held import GradientWatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +44,39 @@ def check_trackable(
         raise InvalidParamsError(msg)
 
 
-def warn_of_groups(sizes: dict[str, list[int]], objects: Mapping[str, Any]) -> None:
-    """Note how many parameters each group of each optimizer has; warn if they were others.
+class TrackedWatch:
+    """Warns of what a training does with tracked objects that its checkpoints can't restore."""
 
-    A checkpoint with more of them doesn't fit an optimizer as it is at the start.
-    """
-    for name, item in objects.items():
-        now = group_sizes(item)
-        before, sizes[name] = sizes.get(name, now), now
-        if before != now:
-            text = (
-                "the tracked optimizer %r has %s, and had %s when it was tracked: its checkpoints "
-                "from here on can't be resumed unless all are there before ctx.track, with lr=0 "
-                "for those that come later"
-            )
-            logger.warning(text, name, _spelled_sizes(now), _spelled_sizes(before))
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._group_sizes: dict[str, list[int]] = {}
+        self._gradients = GradientWatch()
+
+    def take(self, objects: Mapping[str, Any]) -> None:
+        """Watch these from now on."""
+        self._warn_of_groups(objects)
+        self._gradients.take(objects)
+
+    def see_save(self, objects: Mapping[str, Any], number: int) -> None:
+        """Look at all of them when a checkpoint of this number is written."""
+        self._warn_of_groups(objects)
+        self._gradients.hold(objects, number)
+
+    def _warn_of_groups(self, objects: Mapping[str, Any]) -> None:
+        """Note how many parameters each group of each optimizer has; warn if they were others.
+
+        A checkpoint with more of them doesn't fit an optimizer as it is at the start.
+        """
+        for name, item in objects.items():
+            now = group_sizes(item)
+            before, self._group_sizes[name] = self._group_sizes.get(name, now), now
+            if before != now:
+                text = (
+                    "the tracked optimizer %r has %s, and had %s when it was tracked: its "
+                    "checkpoints from here on can't be resumed unless all are there before "
+                    "ctx.track, with lr=0 for those that come later"
+                )
+                logger.warning(text, name, _spelled_sizes(now), _spelled_sizes(before))
 
 
 def _spelled_sizes(sizes: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
+from prefect_torch_ddp.rank.strategies.held import GradientWatch
 
 CPU = torch.device("cpu")
 
@@ -54,6 +55,18 @@ def test_a_copy_is_trained_by_share_as_well() -> None:
     with torch.no_grad():
         next(copied.parameters()).fill_(7)
     assert next(model.parameters()).item() != 7
+
+
+def test_buckets_are_laid_out_in_wrap_after_a_checkpoint_too() -> None:
+    """They aren't if a parameter has hooks, but those of a checkpoint don't count."""
+    weights, net = ShareWeights(RankInfo(world_size=2)), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weights.wrap(net, CPU, {})(torch.ones(1, 1)).sum().backward()
+    GradientWatch().hold({"optimizer": optimizer}, 1)
+    assert net.weight._backward_hooks
+    assert weights.wrap(net, CPU, {})._has_rebuilt_buckets
+    net.weight.register_hook(lambda _: None)
+    assert not weights.wrap(net, CPU, {})._has_rebuilt_buckets
 
 
 def test_averaged_and_saved_as_plain_ddp() -> None:
