@@ -52,6 +52,13 @@ def failing_part(number: int) -> pd.DataFrame:
     return part(number)
 
 
+def deadly_part(number: int) -> pd.DataFrame:
+    """Kill every worker that computes number 1."""
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return part(number)
+
+
 def grid(number: int, dies_in: str | None = None) -> np.ndarray:
     """Return four times of a small grid, with a NaN; the first worker at number 1 may die of it."""
     if dies_in is not None and number == 1:

@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -48,6 +48,7 @@ LOOK_S = 0.5
 SAY_EVERY_S = 10.0
 MAX_DEATHS = 3
 """So many workers may die at one part; a cluster that a run starts allows none itself."""
+SHOWN_LOST = 10
 
 
 def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
@@ -148,7 +149,8 @@ class _Writing:
         self._show = show
         self._why_unwanted = own_task_watch()
         self._futures: dict[distributed.Future[Any], int] = {}
-        self._deaths: Counter[int] = Counter()
+        self._lost_with: dict[int, list[str]] = defaultdict(list)
+        """The address of each worker that died while it had a part."""
         self._written: dict[int, Written] = {}
         self._num_bytes = 0
         self._began_s = self._said_s = 0.0
@@ -204,14 +206,30 @@ class _Writing:
             self._logger.info("%s", line)
 
     def _note_death(self, number: int, error: KilledWorker) -> None:
-        self._deaths[number] += 1
-        if self._deaths[number] >= MAX_DEATHS:
+        self._lost_with[number].append(error.last_worker.address)
+        if len(self._lost_with[number]) >= MAX_DEATHS:
+            error.add_note(self._whose_deaths(number))
             raise error
         self._logger.warning(
             "a Dask worker died while it prepared number %d of the %s; it will be computed again",
             number,
             self._parts.unit,
         )
+
+    def _whose_deaths(self, number: int) -> str:
+        """Say which part was lost with which workers, and which others were.
+
+        If a worker had several parts, Dask doesn't know which of them it died of.
+        """
+        lost = self._lost_with
+        workers = ", ".join(f"{each} ({num})" for each, num in Counter(lost[number]).most_common())
+        note = (
+            f"number {number} of the {self._parts.unit}, counted from 0, was lost with its Dask "
+            f"worker {len(lost[number])} times: {workers}"
+        )
+        others = sorted(set(lost) - {number}, key=lambda each: -len(lost[each]))[:SHOWN_LOST]
+        also = ", ".join(f"number {each} ({len(lost[each])})" for each in others)
+        return f"{note}; others were lost too: {also}" if also else note
 
     def _line(self, passed_s: float) -> str:
         """Return `prepared 31 of 120 partitions, 1.2 GB, 40 s left`."""

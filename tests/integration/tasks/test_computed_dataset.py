@@ -3,6 +3,7 @@ on it."""
 
 import logging
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import dask
 import dask.dataframe as dd
 import pyarrow.parquet as pq
 import pytest
+from distributed.scheduler import KilledWorker
 
 from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
 from prefect_torch_ddp.data import table
@@ -22,7 +24,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from tests.support.gangs import own_cluster
 from tests.unit.data.test_loader import loader_of
-from tests.workloads.dask_parts import META, failing_part, part
+from tests.workloads.dask_parts import META, deadly_part, failing_part, part
 
 pytestmark = pytest.mark.timeout(200)
 logger = logging.getLogger("test")
@@ -70,6 +72,22 @@ def test_a_killed_worker_costs_only_its_partitions(tmp_path) -> None:
     assert (tmp_path / "died").exists()
     assert rows_of(storage, "d") == EXPECTED
     assert len(list(storage.list("datasets/d/files"))) == made.num_files == 5
+
+
+@pytest.mark.extended
+def test_a_partition_that_kills_every_worker_is_named(tmp_path) -> None:
+    """Dask's error has a note with the partition's number and the workers that died."""
+    storage = DirectoryStorage(tmp_path / "store")
+    options = {"scheduler_kwargs": {"allowed_failures": 0}}
+    with own_cluster(2, **options) as (_, client), pytest.raises(KilledWorker) as raised:
+        publish_computed(client, storage, "d", lazy(deadly_part, 2), logger)
+    (note,) = raised.value.__notes__
+    says = "number 1 of the partitions, counted from 0, was lost with its Dask worker 3 times: "
+    times = {at: int(num) for at, num in re.findall(r"(tcp://[\d.:]+) \((\d)\)", note)}
+    assert note.startswith(says)
+    assert sum(times.values()) == 3
+    assert raised.value.last_worker.address in times
+    assert find_dataset(storage, "d") is None
 
 
 def test_an_error_in_a_partition_is_the_users_and_leaves_nothing(client, tmp_path) -> None:
