@@ -110,6 +110,6 @@ def test_nothing_is_left_of_a_gang_that_gives_up() -> None:
     """The request for workers ends with the gang's time."""
     with scaling(maximum=1) as client:
         with pytest.raises(NotEnoughWorkersError, match="need 2"):
-            run_gang(client, plain.sum_of_ones, world_size=2, workers_timeout_s=5.0)
+            run_gang(client, plain.sum_of_ones, world_size=2, workers_timeout_s=15.0)
         assert num_started(client) == 1
         wait_until(lambda: num_asked(client) == 0)

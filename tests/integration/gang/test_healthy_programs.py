@@ -181,7 +181,8 @@ from tests.workloads import hanging, patient
 
 if __name__ == "__main__":
     folder, seconds = sys.argv[1], float(sys.argv[2])
-    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
         call = hanging.config_in(Path(folder)), patient.steps_for, (seconds, folder)
         run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2, progress_timeout_s=3.0)
     print("ended well")

@@ -33,7 +33,7 @@ def client() -> Iterator[Client]:
     }
     scheduler = {
         "cls": Scheduler,
-        "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": None},
+        "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"},
     }
     with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
         client.wait_for_workers(len(WORKERS), timeout=HANG_S)
