@@ -86,7 +86,9 @@ class TablePieces:
             return
         types = {name: file.type_of(name) for name in self._filtered_by}
         try:
-            pa.schema(types).empty_table().filter(expression(self._filters))
+            # A row, since kernels compare, and refuse what they can't, only if there is one.
+            nulls = {name: pa.nulls(1, type_) for name, type_ in types.items()}
+            pa.table(nulls).filter(expression(self._filters))
         except (pa.ArrowException, TypeError) as error:
             has = ", ".join(f"{name} is {type_}" for name, type_ in types.items())
             msg = f"filters {self._filters!r} don't fit {file.uri}, in which {has}: {error}"

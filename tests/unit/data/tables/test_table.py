@@ -504,6 +504,16 @@ def test_filters_that_cant_be_used_are_refused(filters, what, tmp_path) -> None:
         table(numbered(tmp_path, [4], 2), filters=filters)
 
 
+def test_a_time_without_a_zone_is_refused_for_times_with_one(tmp_path) -> None:
+    """The two can't be compared; with a zone it selects."""
+    noon = dt.datetime.fromisoformat("2020-01-01T12:00")
+    times = pa.array([noon, noon], pa.timestamp("us", "Europe/Oslo"))
+    write(tmp_path / "a.parquet", {"t": times, "y": [1, 2]})
+    with pytest.raises(InvalidParamsError, match=r"in which t is timestamp\[us, tz=Europe/Oslo\]"):
+        table(tmp_path, ["y"], filters=[("t", ">=", noon)])
+    assert len(table(tmp_path, ["y"], filters=[("t", ">=", noon.replace(tzinfo=dt.UTC))])) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
