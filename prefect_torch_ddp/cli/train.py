@@ -126,8 +126,8 @@ def resume(
     from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.resume import still_trains
 
-    if record.state != "completed" and still_trains(record):
-        msg = f"run {run_id} still trains; cancel it first"
+    if still_trains(record):
+        msg = f"run {run_id} still trains, or waits for a retry; cancel it first"
         raise InvalidParamsError(msg)
     recorded, *_ = recorded_params(opened, run_id)
     before = _before(recorded, changes)

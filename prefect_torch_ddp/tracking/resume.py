@@ -121,16 +121,20 @@ def _crashed(
 def still_trains(record: RunRecord) -> bool:
     """Whether a run continues in this very flow run, or in another that hasn't ended for Prefect.
 
-    That is also one which was suspended: its record says cancelled, as the training did stop. What
-    this very flow run cancelled is over: it was resumed or retried, and its tasks have new ids.
+    That is also one which was suspended: its record says cancelled, as the training did stop. Or
+    one whose task, or whole flow, failed and waits for a retry. What failed in this very flow run,
+    or was cancelled in it, is over: it was resumed or retried, and its tasks have new ids.
     """
-    if record.state not in ("training", "cancelled") or record.flow_run_id is None:
+    if record.state == "completed" or record.flow_run_id is None:
         return False
-    if record.state == "cancelled" and record.flow_run_id == str(get_flow_run_id()):
+    if record.state != "training" and record.flow_run_id == str(get_flow_run_id()):
         return False
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         state = client.read_flow_run(UUID(record.flow_run_id)).state
-        return state is not None and not state.is_final()
+        if state is None or state.is_final():
+            return False
+        # A flow goes on after a task of it that failed for good.
+        return record.state != "failed" or record.is_tried_again or state.is_scheduled()
     return False
 
 

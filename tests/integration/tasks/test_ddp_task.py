@@ -27,6 +27,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import Artifact, Log
 from prefect.futures import as_completed
 from prefect.runtime import flow_run
+from prefect.states import AwaitingRetry, Cancelled, Failed, Running, State
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
@@ -529,6 +530,40 @@ def test_latest_takes_up_what_its_own_flow_run_cancelled(
     def resumed() -> str | None:
         draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
         write_record(storage, draft.model_copy(update={"state": state}))
+        manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
+        storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
+        found = resume_point(params, storage, "tonight", "fit")
+        return found and found.run_id
+
+    assert resumed() == taken_up
+
+
+@pytest.mark.parametrize(
+    ("is_tried_again", "state", "taken_up"),
+    [
+        pytest.param(True, Running(), None, id="its task waits for a retry"),
+        pytest.param(True, Cancelled(), "yesterday", id="its flow was cancelled meanwhile"),
+        pytest.param(False, AwaitingRetry(), None, id="its flow waits for a retry"),
+        pytest.param(False, Running(), "yesterday", id="its flow does other work"),
+        pytest.param(False, Failed(), "yesterday", id="its flow failed"),
+    ],
+)
+def test_latest_leaves_alone_what_is_still_to_be_retried(
+    tmp_path: Path, is_tried_again: bool, state: State, taken_up: str | None
+) -> None:
+    """What failed once in another flow run would otherwise train twice."""
+    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
+
+    @flow
+    def other() -> None: ...
+
+    @flow
+    def resumed() -> str | None:
+        with get_client(sync_client=True) as client:
+            elsewhere = client.create_flow_run(other, state=state)
+        draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
+        failed = {"state": "failed", "is_tried_again": is_tried_again}
+        write_record(storage, draft.model_copy(update=failed | {"flow_run_id": str(elsewhere.id)}))
         manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
         storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
         found = resume_point(params, storage, "tonight", "fit")
