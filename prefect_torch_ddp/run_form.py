@@ -82,18 +82,21 @@ OPTIONS_HEADING, EXAMPLE_HEADING = "Options:", "Example:"
 """The lines of a model's docstring after which `help` lists its options and has an example; the
 form has neither."""
 
+OTHERS = "From here on: fields that few people change."
+"""Begins the description of the first field that isn't one of `first_in_form`. A group would need a
+model of its own, and `params` would have these fields in another place."""
+
 
 def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Give a model's JSON schema what the run form shows, in place.
 
-    Fields come in the order of `model.first_in_form`, then a class's own before its base's.
+    Fields come in the order of `model.first_in_form`, then a class's own before its base's. The
+    first of the latter says that they are the others.
     """
     explicit = model.model_config.get("title")
     schema["title"] = explicit or _words(model.__name__.removesuffix("Params") or "Parameters")
     fields = schema.get("properties", {})
-    own_first = (name for base in model.__mro__ for name in inspect.get_annotations(base))
-    in_order = dict.fromkeys([*getattr(model, "first_in_form", ()), *own_first])
-    for position, name in enumerate(name for name in in_order if name in fields):
+    for position, name in enumerate(_in_order(fields, model)):
         field = fields[name]
         field["position"] = position
         field["title"] = model.model_fields[name].title or title_of(name, model)
@@ -107,6 +110,17 @@ def arrange(schema: dict[str, Any], model: type[BaseModel]) -> None:
         if "description" in each:
             text = summary_of(each["description"])
             each["description"] = " ".join(text.replace("`", "").split())
+
+
+def _in_order(fields: dict[str, Any], model: type[BaseModel]) -> list[str]:
+    """Return the fields' names in the order of the form; mark where the rarely changed begin."""
+    own_first = (name for base in model.__mro__ for name in inspect.get_annotations(base))
+    firsts = getattr(model, "first_in_form", ())
+    names = [name for name in dict.fromkeys([*firsts, *own_first]) if name in fields]
+    if 0 < len(firsts) < len(names):
+        first_of_others = fields[names[len(firsts)]]
+        first_of_others["description"] = f"{OTHERS} {first_of_others.get('description', '')}"
+    return names
 
 
 def summary_of(text: str) -> str:

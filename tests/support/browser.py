@@ -52,11 +52,11 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def open(self, url: str, scheme: Scheme, width: int = WIDTH) -> None:
+    def open(self, url: str, scheme: Scheme, width: int = WIDTH, height: int = HEIGHT) -> None:
         """Load a URL as somebody does whose system is light or dark."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-        size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1}
         size["mobile"] = width < HEIGHT // 2
         self.call("Emulation.setDeviceMetricsOverride", **size)
         # The older UI asks its own memory instead.

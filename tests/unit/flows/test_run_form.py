@@ -11,6 +11,7 @@ from pydantic import Field
 from flows.deployed import cifar10, digits, gridded, land_use, pet_names, tabular
 from prefect_torch_ddp import Params, evaluate_flow, train_flow
 from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.run_form import OTHERS
 
 EXAMPLES = [digits, cifar10, pet_names, land_use, gridded, tabular]
 FLOWS = [train_flow, evaluate_flow, *EXAMPLES]
@@ -97,6 +98,8 @@ def test_what_people_touch_comes_first() -> None:
         fields = models(schema_of(flow))[name]
         assert list(fields)[:10] == FIRST
         assert set(fields) == set(TrainParams.model_fields)
+        marked = [each for each in fields if fields[each].get("description", "").startswith(OTHERS)]
+        assert marked == [list(fields)[10]], "the first of the others says so"
 
 
 @pytest.mark.parametrize("flow", EXAMPLES)
