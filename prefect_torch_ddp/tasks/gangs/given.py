@@ -4,6 +4,7 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import distributed
 from dask.base import is_dask_collection, tokenize
 from prefect.utilities.collections import visit_collection
 
+from prefect_torch_ddp.data.dataset_manifest import manifest_key
 from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import parse_python
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from logging import Logger, LoggerAdapter
 
     LoggingAdapter = Logger | LoggerAdapter[Any]
+
+
+_ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray")
+"""A folder is a Zarr store if it has one of these. The files of others may have nothing to do with
+the collection: it might be a column's name, or the folder of the runs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class GivenCollections:
     """The call, with the names of datasets in the places of the collections."""
     found: Mapping[DatasetName, tuple[str, LazyDataset]]
     """Each collection, with the argument that has it."""
+    only_named: Mapping[DatasetName, Sequence[str]]
+    """The stores that each collection reads of which only the address counts, for people."""
 
     @classmethod
     def in_call(cls, call: Call, signature: inspect.Signature) -> Self:
@@ -70,6 +79,7 @@ class GivenCollections:
                 call is of a script.
         """
         found: dict[DatasetName, tuple[str, LazyDataset]] = {}
+        only_named: dict[DatasetName, Sequence[str]] = {}
 
         def named(argument: str, value: Any) -> Any:
             if not is_dask_collection(value):
@@ -77,14 +87,17 @@ class GivenCollections:
             if isinstance(call.code, str):
                 refuse_for_script(value, call.code)
             lazy = lazy_dataset(value, f"the argument {argument} of {call.name} is")
-            name = DatasetName(_dataset_id(value, lazy), lazy.kind)
+            dataset_id, stores = _dataset_id(value, lazy)
+            name = DatasetName(dataset_id, lazy.kind)
+            only_named[name] = stores
             found.setdefault(name, (argument, lazy))
             return name
 
         bound = signature.bind(*call.args, **call.kwargs)
         for argument, value in bound.arguments.items():
             bound.arguments[argument] = _replaced(value, partial(named, argument))
-        return cls(Call(call.fn, bound.args, bound.kwargs) if found else call, found)
+        named_call = Call(call.fn, bound.args, bound.kwargs) if found else call
+        return cls(named_call, found, only_named)
 
     def check_writable(self, storage: Storage) -> None:
         """Check that the storage of the task, and of these datasets, can be written to.
@@ -125,6 +138,15 @@ class GivenCollections:
             if (there := find_dataset(storage, name.dataset_id)) is not None:
                 words = "argument %s: dataset %s is already at %s: nothing to compute"
                 logger.info(words, argument, there.dataset_id, there.uri)
+                if stores := ", ".join(self.only_named[name]):
+                    logger.warning(
+                        "argument %s: only the address of %s counts for dataset %s: if its "
+                        "content has changed, delete %s to have it computed again",
+                        argument,
+                        stores,
+                        there.dataset_id,
+                        f"{storage.uri}/{manifest_key(there.dataset_id)}",
+                    )
                 continue
             try:
                 all_workers_here(client, storage)  # refuses those that don't see its folder
@@ -155,19 +177,24 @@ def _replaced(value: Any, visit: Callable[[Any], Any]) -> Any:
     return visit_collection(value, visit_fn=visit, return_data=True)
 
 
-def _dataset_id(collection: Any, lazy: LazyDataset) -> str:
-    """Name a collection's dataset: the same computation, the same name, also in other processes."""
+def _dataset_id(collection: Any, lazy: LazyDataset) -> tuple[str, Sequence[str]]:
+    """Name a collection's dataset: the same computation, the same name, also in other processes.
+
+    Also returns the stores that it reads whose content doesn't count, for people.
+    """
     used = _NamesUsed(SimpleNamespace(write=lambda _: None), protocol=5)
-    used.modules, used.texts = set(), set()
+    used.modules, used.texts, used.stores = set(), set(), {}
     used.dump(collection)
+    files = _files_of(used.texts)
     parts = {
         # Dask's own name for the values. Only some of its readers have it depend on the files.
         "token": tokenize(collection, kept_encodings(collection)),
         "form": lazy.form,
         "code": _code_of(used.modules),
-        "files": _files_of(used.texts),
+        "files": files,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return name, sorted(words for path, words in used.stores.items() if path not in files)
 
 
 def _code_of(modules: set[str]) -> Mapping[str, str]:
@@ -187,25 +214,43 @@ def _code_of(modules: set[str]) -> Mapping[str, str]:
     return found
 
 
-def _files_of(texts: set[str]) -> Mapping[str, Sequence[int]]:
-    """Return size and time of each file of this machine that a text names."""
-    found = {}
+def _files_of(texts: set[str]) -> Mapping[str, tuple[int, int] | str]:
+    """Return size and time of each file of this machine that a text names, also in a Zarr store."""
+    found: dict[str, tuple[int, int] | str] = {}
     for text in texts:
         with suppress(OSError, ValueError):  # it can be no file's name
-            about = Path(text.removeprefix("file://")).stat()
+            path = Path(text.removeprefix("file://"))
+            about = path.stat()
             if stat.S_ISREG(about.st_mode):
                 found[text] = (about.st_size, about.st_mtime_ns)
+            elif any((path / name).is_file() for name in _ZARR_METADATA):
+                found[text] = _listing_of(path)
     return found
 
 
+def _listing_of(store: Path) -> str:
+    """Return a digest of the names, sizes and times of all files in a folder."""
+    found = []
+    for folder, _, names in os.walk(store):
+        for name in names:
+            about = os.stat(os.path.join(folder, name))  # noqa: PTH116, PTH118 - many: no Paths
+            within = os.path.relpath(folder, store)
+            found.append((within, name, about.st_size, about.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(found)).encode(errors="surrogatepass")).hexdigest()
+
+
 class _NamesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Notes the modules of functions and classes, and the texts, that a collection has in it."""
+    """Notes what a collection has in it: modules of functions and classes, texts, Zarr stores."""
 
     modules: set[str]
     texts: set[str]
+    stores: dict[str, str]
+    """The paths of stores that may not be folders of this machine, each with words for people."""
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, FunctionType | type) and value.__module__:
             self.modules.add(value.__module__)
         elif isinstance(value, str | PurePath):
             self.texts.add(str(value))
+        elif type(value).__name__ == "FsspecStore":
+            self.stores[value.path] = str(value).strip("<>")

@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import dask.array as da
 import dask.bag as db
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 from dask import delayed
 from distributed import Lock
 from prefect import flow
@@ -121,6 +125,38 @@ def test_a_name_depends_on_the_files_that_a_collection_names(read, tmp_path) -> 
     assert len({first, name_now('[{"a": 2}]', 2), name_now('[{"a": 10}]', 2)}) == 3
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(
+    "read",
+    [
+        partial(xr.open_zarr, consolidated=False),
+        lambda store: xr.open_zarr(store, consolidated=False).rolling(x=2).mean(),
+        lambda store: da.from_zarr(store, component="t"),
+        lambda store: da.from_zarr(f"file://{store}/t"),
+    ],
+    ids=["open_zarr", "a mean of it", "from_zarr", "an address"],
+)
+def test_a_name_depends_on_the_chunks_of_a_zarr_store(read, zarr_format, tmp_path) -> None:
+    """Only the listing of a store shows that one of its chunks was written again."""
+    values = xr.Dataset({"t": (("x",), np.arange(8.0))})
+    store = tmp_path / "t.zarr"
+    values.to_zarr(
+        store, zarr_format=zarr_format, consolidated=False, encoding={"t": {"chunks": (4,)}}
+    )
+    (chunk,) = [path for path in store.rglob("1") if path.is_file()]
+
+    def name_now() -> str:
+        (found,) = ids(read(str(store)))
+        return found
+
+    first = name_now()
+    assert name_now() == first
+    os.utime(chunk, (1, 1))
+    changed = name_now()
+    chunk.unlink()
+    assert len({first, changed, name_now()}) == 3
+
+
 def test_other_arguments_stay_as_they_are() -> None:
     """A call without collections is the same call, and what xarray holds in memory is a value."""
     call = Call(function, (1, grids().compute(scheduler="sync")), {"a": [2]})
@@ -190,6 +226,25 @@ def test_what_is_stored_isnt_computed_again(client, tmp_path, caplog) -> None:
     assert first == again
     assert caplog.text.count("prepared 6 of 6 partitions") == 1
     assert "is already at" in caplog.text
+
+
+def test_a_bucket_whose_content_doesnt_count_is_named(client, s3_server, tmp_path, caplog) -> None:
+    """If a dataset of a Zarr store in a bucket is used again, a warning says how to renew it."""
+    caplog.set_level(logging.WARNING)
+    bucket, storage = s3_server.storage(), DirectoryStorage(tmp_path)
+    da.arange(8, chunks=4).to_zarr(
+        f"{bucket.uri}/raw.zarr", storage_options=bucket.storage_options, zarr_format=3
+    )
+    raw = da.from_zarr(f"{bucket.uri}/raw.zarr", storage_options=bucket.storage_options)
+    given(raw).computed(client, storage, logger)
+    assert not [each for each in caplog.records if each.name == logger.name]
+    given(raw).computed(client, storage, logger)
+    (name,) = given(raw).found
+    says = f"argument rows: only the address of .*/raw.zarr.* delete (.*{name}/manifest.json)"
+    (found,) = [match for each in caplog.messages if (match := re.match(says, each))]
+    assert Path(found[1]).is_file()
+    Path(found[1]).unlink()
+    assert find_dataset(storage, str(name)) is None
 
 
 def test_a_frame_that_pyarrow_reads_is_sent_and_written(client, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """A run's parameters are resolved once, before anything is started."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,32 @@ def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
     assert other.source is not None
     assert trained.dataset_id == plain.dataset_id
     assert len({plain.dataset_id, options.dataset_id, other.dataset_id}) == 3
+
+
+@pytest.mark.parametrize("change", ["rewritten", "touched", "added", "removed"])
+def test_a_chunk_of_the_raw_data_that_changes_makes_another_dataset(
+    change: str, tmp_path: Path
+) -> None:
+    """All files below `source` count, so that no dataset of earlier data is used again."""
+    chunk = tmp_path / "raw/t/c/0/1"
+    chunk.parent.mkdir(parents=True)
+    chunk.write_bytes(b"1")
+    os.utime(chunk, (1, 1))
+    raw = {"source": str(tmp_path / "raw")}
+    first, again = runs_of(tmp_path, raw, raw)
+    assert first.dataset_id == again.dataset_id
+    match change:
+        case "rewritten":
+            chunk.write_bytes(b"2")
+        case "touched":
+            os.utime(chunk, (2, 2))
+        case "added":
+            (chunk.parent / "2").write_bytes(b"1")
+        case "removed":
+            (tmp_path / "raw/zarr.json").write_bytes(b"{}")
+            chunk.unlink()
+    (changed,) = runs_of(tmp_path, raw)
+    assert changed.dataset_id != first.dataset_id
 
 
 @pytest.mark.parametrize(
