@@ -1,8 +1,11 @@
 """Shows what user code meets in RankContext, in one process without a process group."""
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -460,6 +463,44 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             pytest.raises(CheckpointError, match=message),
         ):
             ctx.track(model=model)
+
+
+def test_what_is_no_real_number_is_refused_as_a_metric() -> None:
+    """Texts that spell one too, and numbers that no float can hold, before they are recorded."""
+    texts = [np.str_("0.5"), np.bytes_(b"1"), np.array("a"), np.array(None)]
+    others = [
+        Decimal(1),
+        np.complex64(1),
+        np.timedelta64(3, "s"),
+        torch.zeros((), device="meta"),
+    ]
+    too_large = [10**400, Fraction(10**400), 10**5000]
+    says = [METRIC] * len(texts + others) + [
+        r"metric 'accuracy' is a\w* \w+ that is too large for a float; report its logarithm"
+    ] * len(too_large)
+    with RankContext.local() as ctx:
+        for value, message in zip([*texts, *others, *too_large], says, strict=True):
+            with pytest.raises(InvalidParamsError, match=message):
+                ctx.report(accuracy=value)
+
+
+def test_numbers_of_every_type_are_metrics(tmp_path: Path) -> None:
+    """Those of Python, numpy and torch, whole or not, and truth values."""
+    of_numpy = [kind(1) for kind in (*map(np.dtype, "?bBhHiIlLqQefdg"),) for kind in [kind.type]]
+    of_torch = [
+        torch.ones(()).to(dtype)
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+        and re.fullmatch(
+            r"torch\.(bool|u?int(8|16|32|64)|b?float(8_e[45]m[23]\w*|16|32|64))", str(dtype)
+        )
+    ]
+    values = [True, 1, 1.0, Fraction(1), *of_numpy, *map(np.array, of_numpy), *of_torch]
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.report(**{f"m{number}": value for number, value in enumerate(values)})
+    (record,) = read_records(DirectoryStorage(tmp_path), "local")
+    assert set(record.metrics.values()) == {1.0}
+    assert len(record.metrics) == len(values) > 40
 
 
 def test_a_metric_that_is_reported_outside_a_training_is_warned_of(

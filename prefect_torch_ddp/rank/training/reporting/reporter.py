@@ -280,13 +280,29 @@ class _DeviceScalar:
 
 def _scalar(name: str, value: Any) -> Any:
     """Return a float, or something that becomes one later."""
-    if isinstance(value, Real):
-        return float(value)
-    if getattr(value, "ndim", None) == 0 and "complex" not in str(value.dtype):
-        device = getattr(value, "device", "cpu")
-        is_here = getattr(device, "type", device) == "cpu"
-        return float(value.item()) if is_here else _DeviceScalar(value)
     shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
     kind = f"a {type(value).__name__}{shape}"
+    try:
+        if hasattr(value, "dtype"):
+            if _is_number(value):
+                device = getattr(value, "device", "cpu")
+                is_here = getattr(device, "type", device) == "cpu"
+                return float(value.item()) if is_here else _DeviceScalar(value)
+        elif isinstance(value, Real):
+            return float(value)
+    except OverflowError as error:
+        msg = (
+            f"metric {name!r} is {kind} that is too large for a float; report its logarithm, or "
+            "divide it"
+        )
+        raise InvalidParamsError(msg) from error
     msg = f"metric {name!r} is {kind}; report a number or a 0-d tensor, such as loss.mean()"
     raise InvalidParamsError(msg)
+
+
+def _is_number(value: Any) -> bool:
+    """Tell if it is a 0-d tensor or array of real numbers, and has a value."""
+    if getattr(value, "ndim", None) != 0 or getattr(value, "is_meta", False):
+        return False
+    # By its name: torch's and numpy's types have nothing in common.
+    return any(word in str(value.dtype) for word in ("bool", "int", "float"))
