@@ -18,6 +18,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
 from prefect_torch_ddp.refusals import in_words, unknown
 from prefect_torch_ddp.storage.locate import source_from_uri, storage_at, storage_from_uri
+from prefect_torch_ddp.storage.names import is_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 
@@ -39,7 +40,8 @@ class LocalOptions(TypedDict, total=False):
     """
 
     run_id: str
-    """Name of the run's folder; with the same name the run resumes. Default: "local"."""
+    """Name of the run's folder, without slashes; with the same name the run resumes. Default:
+    "local"."""
     stage: Stage
     """"evaluate" restores the checkpoint of `restore_step`, or the newest one. Default: "train"."""
     checkpoint: CheckpointParams | Mapping[str, Any] | None
@@ -76,6 +78,7 @@ def local_assembly(
         raise TypeError(msg)
     given = {name: value for name, value in chosen.items() if value is not None}
     config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
+    _check_run_id(config["run_id"])
     if config["stage"] not in (stages := get_args(Stage)):
         msg = f"{unknown(config['stage'], stages, 'stage')} (there are {', '.join(stages)})"
         raise InvalidParamsError(msg)
@@ -114,6 +117,12 @@ def local_assembly(
     assembly = ContextAssembly(RankConfig(**config), RankInfo(), folder=folder)
     assembly.temporary = temporary
     return assembly
+
+
+def _check_run_id(run_id: object) -> None:
+    if not isinstance(run_id, str) or not is_part(run_id):
+        msg = f"run_id is {run_id!r}, and it names one folder: write it like run_id='first-try'"
+        raise InvalidParamsError(msg)
 
 
 def _checkpoint_params(given: CheckpointParams | Mapping[str, Any]) -> CheckpointParams:

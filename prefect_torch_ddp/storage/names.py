@@ -58,6 +58,11 @@ def is_key(name: str) -> bool:
     return _fault(name) is None
 
 
+def is_part(name: str) -> bool:
+    """Return whether a name can be that of one folder in a key."""
+    return "/" not in name and is_key(name)
+
+
 def _shown(key: str) -> str:
     return repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
 

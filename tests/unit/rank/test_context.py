@@ -378,6 +378,14 @@ def test_a_checkpoint_policy_may_be_a_dict(tmp_path: Path) -> None:
         assert ctx.attempt == 2
 
 
+@pytest.mark.parametrize("run_id", ["a/b", "", "..", "a/", 5, "x" * 300])
+def test_a_run_id_is_a_folder_s_name(tmp_path: Path, run_id: Any) -> None:
+    """A path would be a run that nothing lists; it is refused before an attempt is claimed."""
+    with pytest.raises(InvalidParamsError, match=r"run_id is .* one folder.* run_id='first-try'"):
+        RankContext.local(storage=tmp_path, run_id=run_id)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("says", "use"), REFUSED)
 def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext], object]) -> None:
     """At the call, with the way out."""
