@@ -1,1 +1,1 @@
-"""What released versions stored, kept for ever, and the workload that made it."""
+"""What released versions stored, kept for ever, and its workload; and a file of DuckDB."""

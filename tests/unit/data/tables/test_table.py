@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import dask.dataframe as dd
@@ -581,3 +582,51 @@ def test_a_training_in_one_process(tmp_path) -> None:
             assert torch.equal(x[:, 0] * 2, y.float())
             seen += y.tolist()
     assert sorted(seen) == sorted([*range(30)] * 2)
+
+
+DUCKDB = Path(__file__).parents[3] / "data/duckdb.parquet"
+
+
+@pytest.mark.parametrize("has_copy", [False, True], ids=["in place", "local copy"])
+def test_a_file_of_duckdb_is_read(has_copy: bool, tmp_path: Path) -> None:
+    """HUGEINT is float64 there and ENUM a text; its row groups and encodings are its own."""
+    rows = table(
+        DUCKDB,
+        columns=["id", "huge", "large", "city", "flag", "gaps"],
+        categories=["city"],
+        fill={"gaps": -1},
+        local_copy=tmp_path if has_copy else False,
+    )
+    assert rows.categories == {"city": ("Bern", "Oslo", "Rome")}
+    batches = list(loader_of(rows, 1000, seed=3))
+    batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+    ids = batch["id"]
+    assert not torch.equal(ids, torch.arange(5000))
+    assert torch.equal(ids.sort().values, torch.arange(5000))
+    assert torch.equal(batch["huge"], (ids % 50).double())
+    assert torch.equal(batch["large"], ids % 128)
+    assert torch.equal(batch["city"], torch.tensor([1, 2, 0])[ids % 3])
+    assert torch.equal(batch["flag"], ids % 2 == 0)
+    assert torch.equal(batch["gaps"], torch.where(ids % 5 == 0, -1, ids % 7).to(torch.int8))
+
+
+def test_filters_read_what_duckdb_counted_in_its_row_groups() -> None:
+    """Dates and decimals can be filtered by, though they can't be read."""
+    filters = [("day", ">=", dt.date(2020, 2, 10)), ("city", "==", "Rome")]
+    ids = only_batch(table(DUCKDB, columns=["id"], filters=filters))["id"]
+    assert ids.tolist() == [n for n in range(4000, 5000) if n % 3 == 1]
+    cheap = [
+        ("price", "<", decimal.Decimal("0.5")),
+        ("at_s", "<", dt.datetime.fromisoformat("2020-01-02")),
+    ]
+    assert only_batch(table(DUCKDB, columns=["id"], filters=cheap))["id"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("price", "decimal128.*cents"), ("day", "date32.*hour"), ("at_s", "timestamp.*hour")],
+)
+def test_types_of_duckdb_that_are_no_tensors_are_refused_by_name(name: str, says: str) -> None:
+    """The error names the file and the column, and says what to do instead."""
+    with pytest.raises(InvalidParamsError, match=f"column {name} of .*duckdb.parquet is {says}"):
+        table(DUCKDB, columns=[name])
