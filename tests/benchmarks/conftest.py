@@ -1,5 +1,6 @@
 """What benchmarks share."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,18 @@ from distributed import Client
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from tests.workloads import plain
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ends_what_it_started() -> Iterator[None]:
+    """End by SIGTERM as by Ctrl-C, or trainers in sessions of their own would be left."""
+
+    def leave(number: int, _frame: object) -> None:
+        pytest.exit("ended by SIGTERM", returncode=128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
