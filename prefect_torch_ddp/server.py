@@ -156,7 +156,9 @@ def _start_server(home: Path) -> None:
     log = home / "server.log"
     where = f"--host {address.hostname} --port {address.port}"
     command = [sys.executable, "-m", *f"prefect server start {where}".split()]
-    words = f"Starting a local Prefect server; its log is {log}"
+    words = (
+        f"Starting a local Prefect server, which runs until `prefect server stop`; its log is {log}"
+    )
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - before Prefect configures logging
     with log.open("ab") as out:
         server = subprocess.Popen(  # noqa: S603

@@ -189,7 +189,8 @@ def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
 
 @pytest.mark.long
 def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
-    """The server outlives the process that started it, and keeps leases in files."""
+    """It outlives the process that started it, until the command that was named; leases are in
+    files."""
     api = f"http://127.0.0.1:{free_port()}/api"
     code = (
         "import prefect_torch_ddp.server as server\n"
@@ -210,10 +211,14 @@ def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None
             )
             assert done.stdout.split() == [api]
             assert ("Starting a local Prefect server" in done.stderr) == starts
+            assert ("until `prefect server stop`" in done.stderr) == starts
             assert is_prefect(api)
         pid = int(pid_file.read_text())
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         assert b"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=" in environ
+        stop = [sys.executable, "-m", "prefect", "server", "stop"]
+        subprocess.run(stop, env=environment, timeout=LIMIT_S, check=True)
+        wait_until(lambda: not is_prefect(api), HANG_S)
     finally:
         if pid_file.exists():
             os.kill(int(pid_file.read_text()), signal.SIGTERM)
