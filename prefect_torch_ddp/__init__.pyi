@@ -75,6 +75,7 @@ from prefect_torch_ddp.storage.protocol import Storage as Storage
 from prefect_torch_ddp.storage.protocol import StoredObject as StoredObject
 from prefect_torch_ddp.storage.s3.client import S3Location
 from prefect_torch_ddp.storage.s3.storage import S3Storage as S3Storage
+from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster as local_cluster
 from prefect_torch_ddp.tasks.ddp_script import ddp_script as ddp_script
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions as DdpTaskOptions
 from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task

@@ -18,6 +18,7 @@ from distributed.deploy.spec import ProcessInterface
 
 from prefect_torch_ddp.gang.warm import PRELOAD
 from prefect_torch_ddp.gang.worker import nanny
+from prefect_torch_ddp.lazy import exported_by
 
 HEARTBEAT_S = 5.0
 """How often a worker tells the scheduler of itself. Dask's own twice a second take 7 ms of a core
@@ -59,7 +60,7 @@ class NannyProcess(ProcessInterface):
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", nanny.__name__, str(theirs.fileno())),
-                    env={nanny.LOG_LEVEL: "warning", **os.environ},
+                    env={nanny.LOG_LEVEL: _log_level(), **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -120,8 +121,36 @@ class RunCluster(distributed.LocalCluster):
             super()._update_worker_status(op, msg)
 
 
+@exported_by("prefect_torch_ddp")
 def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.LocalCluster:
-    """Start a local cluster for one run: a process and a thread per worker, the cores shared."""
+    """Start a Dask cluster on this machine, made for ranks, as `train_flow` does by itself.
+
+    Each worker is a process with one thread, which loads torch as it starts. The ranks share the
+    cores. Dask logs only warnings, unless `DASK_LOGGING__DISTRIBUTED` or Dask's configuration names
+    another level. A task that was lost with its worker isn't run again by Dask, but by Prefect's
+    retries.
+
+    Args:
+        ranks_per_worker: how many ranks each worker will have; the cores are shared by all ranks.
+        kwargs: other arguments of `distributed.LocalCluster`, such as `n_workers`.
+
+    Returns:
+        The cluster, to be closed, or used by `with`.
+
+    Raises:
+        RuntimeError: a worker did not start.
+
+    Example:
+        The cluster of your own flow:
+
+            from prefect import flow
+            from prefect_dask import DaskTaskRunner
+            from prefect_torch_ddp import local_cluster
+
+            @flow(task_runner=DaskTaskRunner(cluster_class=local_cluster,
+                                             cluster_kwargs={"n_workers": 2}))
+            def mine() -> None: ...
+    """
     num_ranks = ranks_per_worker * (kwargs.get("n_workers") or 1)
     num_threads = str(max(1, CPU_COUNT // max(1, num_ranks)))
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
@@ -135,12 +164,16 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
-    # Else Dask writes some 70 lines about itself between the run's own.
-    logging.getLogger("distributed").setLevel(logging.WARNING)
+    logging.getLogger("distributed").setLevel(_log_level().upper())
     with dask.config.set(nanny.QUIET):
         cluster = RunCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
         return cluster
+
+
+def _log_level() -> str:
+    """Return the level that the user set; else Dask writes some 70 lines between the run's own."""
+    return str(dask.config.get("logging.distributed", "warning"))
 
 
 def _slow_heartbeats(scheduler: Any) -> None:

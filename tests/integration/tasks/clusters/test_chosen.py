@@ -1,6 +1,7 @@
 """Gangs and train_flow run on shared clusters, and on a cluster class with its arguments."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.errors import SupervisorLostError
+from prefect_torch_ddp.gang.worker.nanny import LOG_LEVEL
 from prefect_torch_ddp.tasks.clusters.local_cluster import HEARTBEAT_S, local_cluster
 from prefect_torch_ddp.tasks.watch.task_watch import TaskWatch
 from tests.integration.tasks.test_run_record import events_of, only_record
@@ -96,6 +98,28 @@ def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.Monkey
         for name, told in (("OMP_NUM_THREADS", "1"), ("DASK_LOGGING__DISTRIBUTED", "warning")):
             assert list(client.run(os.getenv, name).values()) == [told, told]
         assert "DASK_LOGGING__DISTRIBUTED" not in os.environ
+
+
+README = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("level", ["", "info"], ids=lambda level: level or "nothing")
+def test_a_task_logs_no_lines_of_dask_unless_the_user_wants_them(
+    tmp_path: Path, level: str
+) -> None:
+    """The README's task, in a flow with a local cluster of this package."""
+    blocks = README.split("```python\n")
+    (program,) = (each.partition("\n```")[0] for each in blocks if "@ddp_task(" in each)
+    (tmp_path / "line.py").write_text(program, encoding="utf-8")
+    environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO", LOG_LEVEL: level}
+    if not level:
+        del environment[LOG_LEVEL]
+    command = [sys.executable, "line.py"]
+    run = {"cwd": tmp_path, "env": environment, "text": True, "timeout": 240}
+    done = subprocess.run(command, check=True, capture_output=True, **run)
+    assert "attempt 1 trains" in done.stderr
+    of_dask = re.findall(r"^.*\bINFO\b.* distributed\.\w+ - .*$", done.stderr, re.MULTILINE)
+    assert bool(of_dask) == bool(level), done.stderr
 
 
 def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
