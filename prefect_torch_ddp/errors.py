@@ -264,6 +264,13 @@ class SupersededError(CheckpointError):
     """
 
 
+def is_superseded(error: BaseException | None) -> bool:
+    """Tell whether a training ended only because a newer attempt of it has begun."""
+    return isinstance(error, SupersededError) or (
+        error is not None and isinstance(error.__cause__, SupersededError)
+    )
+
+
 class UnpicklableValueError(PrefectTorchDdpError, TypeError):
     """A rank returned a value that can't be pickled. The message names the rank and the type."""
 

@@ -20,6 +20,7 @@ from prefect_torch_ddp.errors import (
     SupervisorLostError,
     VersionConflictError,
     WorkerLostError,
+    is_superseded,
 )
 from prefect_torch_ddp.protocol.events import FailureRecord
 
@@ -148,7 +149,8 @@ def _why_hopeless(failure: AttemptFailure, before: FailureRecord | None) -> str 
     name = error.failure.exception_type.rpartition(".")[2]
     if error.failure.retryability == "hopeless":
         until = "until code, installation or parameters are changed"
-        return f"a failure by {name} comes back at every attempt {until}"
+        always = f"a failure by {name} comes back at every attempt {until}"
+        return "the newer attempt counts" if is_superseded(error) else always
     if before is None or now.fingerprint is None:
         return None
     if (now.fingerprint, now.step) != (before.fingerprint, before.step):

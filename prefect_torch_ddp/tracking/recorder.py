@@ -13,8 +13,8 @@ from prefect.exceptions import TerminationSignal
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import (
     GangCancelledError,
-    SupersededError,
     TaskCancelled,
+    is_superseded,
 )
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.protocol.events import (
@@ -65,14 +65,21 @@ class RunRecorder:
         self._own: list[AttemptRecord] = []
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
-        self._is_superseded = self._has_looked_up = False
+        self._has_looked_up = False
+        self.is_superseded = False
+        """Whether a newer attempt has begun elsewhere: then the record, and the page, are of that
+        one."""
         self._said = 0, 0
         """The attempt and the epoch of the last event."""
-        self.is_last = False
-        """Whether the training has ended, and is not tried again."""
+        self._ends_here = False
         self._has_news = True
         self._lock = threading.RLock()
         self._events = RunEvents(draft.run_id, draft.experiment, draft.workload)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the training has ended, and is not tried again."""
+        return self._ends_here and not self.is_superseded
 
     def receive(self, event: GangEvent) -> None:
         """Take in what the gang says."""
@@ -104,7 +111,7 @@ class RunRecorder:
 
     def end(self, error: BaseException | None) -> None:
         """Take in how it ended."""
-        self._is_superseded = isinstance(error, SupersededError)  # then the record is another's
+        self.is_superseded = self.is_superseded or is_superseded(error)
         state = "completed" if error is None else "failed"
         state = "cancelled" if isinstance(error, CANCELS) else state
         cause, newest = _cause_of(error), self._newest
@@ -119,7 +126,7 @@ class RunRecorder:
             num_epochs=self.record.num_epochs or (newest and newest.epoch),
         )
         self._has_news = True
-        self.is_last = is_last and not self._is_superseded
+        self._ends_here = is_last
 
     def flush(self, report: str = "") -> None:
         """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds.
@@ -146,7 +153,10 @@ class RunRecorder:
             self._take_up_earlier()
             self._look_at_code()
             self._has_looked_up = True
-        if self._has_news and not self._is_superseded:
+        if not self._has_news or self.is_superseded:
+            return
+        self.is_superseded = self._has_newer_attempt()
+        if not self.is_superseded:
             self._has_news = False
             try:
                 write_record(self._storage, self.record)
@@ -284,6 +294,14 @@ class RunRecorder:
             if self.record.checkpoint is None:
                 kept |= {"checkpoint": earlier.checkpoint, "best_value": earlier.best_value}
             self._update(**kept)
+
+    def _has_newer_attempt(self) -> bool:
+        """Look for an attempt on record that is newer than all of this task run."""
+        known = [each.attempt for each in (*self._earlier, *self._own)]
+        stored = find_record(self._storage, self.record.run_id, self.record.experiment)
+        return stored is not None and any(
+            each.attempt > max(known, default=0) for each in stored.attempts
+        )
 
     def _look_at_code(self) -> None:
         source, draft = self._source, self.record

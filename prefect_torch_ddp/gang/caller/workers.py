@@ -139,7 +139,7 @@ async def until_gone(
             return
         if not has_said:
             on = ", ".join(worker.address for worker in here[:MAX_NAMED])
-            say(f"the attempt before still stops and saves, on {on}: waiting up to {limit_s:g} s")
+            say(f"an attempt still trains or stops, on {on}: waiting up to {limit_s:g} s")
             has_said = True
         await asyncio.sleep(POLL_S)
 

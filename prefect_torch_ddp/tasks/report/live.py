@@ -15,7 +15,6 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     CheckpointCommitted,
@@ -86,7 +85,7 @@ class LiveReport:
         """What was read, by the names of RunView."""
         self._lock = threading.Lock()
         self._has_news = True
-        self._is_over = self._is_superseded = False
+        self._is_over = False
         self._wake = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
@@ -142,8 +141,6 @@ class LiveReport:
             finished: Status = "trained" if self._is_published else "finished"
             self._training.status = finished if state == "completed" else state
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
-            # A training that continues elsewhere keeps its page.
-            self._is_superseded = isinstance(error, SupersededError)
             self._is_over = True
         self._wake.set()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -187,7 +184,8 @@ class LiveReport:
                     self._settle()
                     self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
                     self._try("write the run's record", self._recorder.write)
-                if not self._is_superseded:
+                # A training that continues elsewhere keeps its page.
+                if not self._recorder.is_superseded:
                     file = ReportFile(self._storage, self._view()).start() if last else None
                     self._try("be written", self._write, stack)
                     self._keep(file)

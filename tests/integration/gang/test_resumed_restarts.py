@@ -77,7 +77,7 @@ def test_the_next_attempt_waits_for_a_gang_on_a_retired_worker_alone(tmp_path: P
         waits = pool.submit(client.sync, until_gone, client, "run", {}, HANG_S, said.append)
         wait_until(lambda: said or waits.done())
         assert said == [
-            f"the attempt before still stops and saves, on {worker}: waiting up to {HANG_S:g} s"
+            f"an attempt still trains or stops, on {worker}: waiting up to {HANG_S:g} s"
         ]
         assert not waits.done()
         (tmp_path / "joined").touch()
