@@ -93,9 +93,11 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         if not control.should_save:
             self._asked_at = step
         control.should_save |= due.save or (self._keeps_best and control.should_evaluate)
-        # on_epoch_end comes next and may evaluate. One save after that has the values, while
-        # a second save of the step would write over the files of the first as they are read.
-        if ends_epoch is not None or step >= state.max_steps:
+        # on_epoch_end comes next and may evaluate, or end the training. One save after that has
+        # both, while a second save of the step would write over the files of the first as they are
+        # read.
+        is_last = ends_epoch is not None or step >= state.max_steps
+        if is_last or control.should_epoch_stop:
             self._is_left, control.should_save = control.should_save, False
 
     def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -77,13 +77,15 @@ def transformers(
     *,
     stop_at: int | None = None,
     patience: int | None = None,
+    ends_epoch_at: int | None = None,
     cuda: bool = False,
     **options: Any,
 ) -> str:
     """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights.
 
     The options are those of its TrainingArguments that aren't as in other tests. After the first
-    one, no evaluation counts as better, so that a patience ends it.
+    one, no evaluation counts as better, so that a patience ends it. A callback may end the epoch
+    after a step, and at the epoch's end the training.
     """
     from transformers import (
         EarlyStoppingCallback,
@@ -104,6 +106,12 @@ def transformers(
             die_once(Path(folder), state.global_step + 1, die_at)
             if state.global_step == stop_at:
                 ctx.request_stop("the test asks for it")
+
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop |= state.global_step == ends_epoch_at
+
+        def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == ends_epoch_at
 
     set_seed(7)
     config = GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)

@@ -91,8 +91,8 @@ def test_each_step_is_committed_once_and_the_last_one_too(
 
 @pytest.mark.parametrize(
     ("options", "last"),
-    [({"max_steps": 7}, 7), ({"patience": 2, "eval_steps": 3}, 9)],
-    ids=["max_steps", "early stopping"],
+    [({"max_steps": 7}, 7), ({"patience": 2, "eval_steps": 3}, 9), ({"ends_epoch_at": 8}, 8)],
+    ids=["max_steps", "early stopping", "a callback that ends an epoch, whose last step is saved"],
 )
 def test_a_trainer_that_has_ended_adds_no_step(
     tmp_path: Path, options: dict[str, Any], last: int
