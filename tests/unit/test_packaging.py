@@ -151,10 +151,20 @@ def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
     "path", sorted((ROOT / "deployments" / "clusters").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_cluster_examples_are_accepted(path: Path) -> None:
-    """Each example is a value of params.cluster as it stands."""
-    cluster = ClusterParams(**yaml.safe_load(path.read_text()))
-    assert cluster.cluster_kwargs
-    assert (cluster.cluster_class is None) == (path.stem == "local")
+    """Each example is a value of params.cluster as it stands; its head has the other parameters."""
+    text = path.read_text(encoding="utf-8")
+    cluster = yaml.safe_load(text)
+    assert ClusterParams(**cluster).cluster_kwargs
+    assert ("cluster_class" not in cluster) == (path.stem == "local")
+    (head,) = re.findall(r"^# params:\n((?:#   .+\n)+)", text, re.MULTILINE)
+    others = yaml.safe_load(re.sub("^#", "", head, flags=re.MULTILINE))
+    assert others.pop("cluster").startswith("<")
+    params = TrainParams(**others, cluster=cluster)
+    kwargs = params.cluster.cluster_kwargs
+    spec = kwargs.get("custom_cluster_spec", {}).get("spec", {})
+    num_workers = kwargs.get("n_workers") or len(kwargs.get("CUDA_VISIBLE_DEVICES", ()))
+    assert params.world_size == (num_workers or spec["worker"]["replicas"])
+    assert {"workload", "storage"} <= params.model_fields_set
 
 
 @pytest.mark.parametrize("folder", ["prefect_torch_ddp", "flows", "deployments"])
