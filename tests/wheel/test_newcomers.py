@@ -5,6 +5,7 @@ line, but for what varies (see `golden`).
 clusters/test_batch_page has the newcomer with a batch system.
 """
 
+import json
 import os
 import re
 import shutil
@@ -98,16 +99,25 @@ def test_with_a_script_for_torchrun(python: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_in_a_notebook(tmp_path: Path) -> None:
-    """The cells of the page."""
+def test_in_a_notebook(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells of the page, in a kernel of the newcomer's environment."""
+    kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+    kernel |= {"display_name": "Newcomer", "language": "python"}
+    (tmp_path / "kernels/newcomer").mkdir(parents=True)
+    (tmp_path / "kernels/newcomer/kernel.json").write_text(json.dumps(kernel), encoding="utf-8")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     cells = [text for language, text in blocks_of(ROOT / "docs/notebooks.md")[:2]]
+    cells.append("import prefect_torch_ddp; print(prefect_torch_ddp.__file__)")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     where = {"metadata": {"path": str(tmp_path)}}
     with timed("a notebook", tmp_path) as said:
-        NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=where).execute()
-        said += [each.get("text", "") for cell in notebook.cells for each in cell.outputs]
+        NotebookClient(notebook, timeout=LIMIT_S, kernel_name="newcomer", resources=where).execute()
+        *page, package = notebook.cells
+        said += [each.get("text", "") for cell in page for each in cell.outputs]
     (accuracy,) = re.findall(r"^[01]\.\d+$", "".join(said), re.MULTILINE)
     assert float(accuracy) > 0.8
+    assert Path(package.outputs[0].text).is_relative_to(python.parents[1])
 
 
 def test_an_operator(tmp_path: Path) -> None:
