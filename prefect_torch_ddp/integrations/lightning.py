@@ -1,5 +1,6 @@
 """Lightning's Trainer: `trainer.fit(model, data, ckpt_path=attach(trainer))`."""
 
+import logging
 import shutil
 import signal
 import threading
@@ -12,10 +13,13 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.utils.data import Dataset, Sampler
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
+
+logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer) -> str | None:
@@ -103,7 +107,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
                 _set_sampler_epoch(each, trainer.current_epoch)
             self._begun = self._kept["begun" if is_within else "now"]
             if self._begun is not None:
-                restore_generators(self._begun)
+                _restore(self._begun, trainer)
                 iter(fetcher)
             # Lightning counts on from here, but its loader begins with the epoch's first batch.
             num_done = loop.epoch_loop.batch_progress.current.ready if is_within else 0
@@ -111,12 +115,12 @@ class _Callback(Checkpoint):  # type: ignore[misc]
                 next(fetcher)
             fetcher.fetched -= num_done
         if is_within:
-            restore_generators(self._kept["now"])
+            restore_generators(self._kept["now"]["global"])  # the batches advanced the own ones
             self._kept = None
 
     def on_train_epoch_start(self, trainer: Trainer, _module: Any) -> None:
         if self._kept is None and trainer.current_epoch > 0:
-            self._begun = capture_generators()
+            self._begun = _capture(trainer)
         self._kept = None
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -167,9 +171,41 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
-        torch.save({"begun": self._begun, "now": capture_generators()}, folder / self._file)
+        torch.save({"begun": self._begun, "now": _capture(trainer)}, folder / self._file)
         self._ctx.commit(folder, step=self._step)
         shutil.rmtree(folder)
+
+
+def _own_generators(trainer: Trainer) -> list[torch.Generator]:
+    """Return the generators that the loaders, their samplers and datasets were given."""
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
+    found: list[torch.Generator] = []
+    left = list(fetcher.combined_loader.flattened)
+    for each in left:  # grows: a sampler may be within another one
+        for value in getattr(each, "__dict__", {}).values():
+            if isinstance(value, torch.Generator) and value not in found:
+                found.append(value)
+            elif isinstance(value, Sampler | Dataset) and all(value is not e for e in left):
+                left.append(value)
+    return found
+
+
+def _capture(trainer: Trainer) -> dict[str, Any]:
+    own = [each.get_state() for each in _own_generators(trainer)]
+    return {"global": capture_generators(), "own": own}
+
+
+def _restore(kept: dict[str, Any], trainer: Trainer) -> None:
+    restore_generators(kept["global"])
+    generators, states = _own_generators(trainer), kept["own"]
+    if len(generators) != len(states):
+        text = (
+            "the checkpoint has the states of %d generators of DataLoaders, samplers and datasets, "
+            "and here are %d: the batches may differ from those of an uninterrupted training"
+        )
+        logger.warning(text, len(states), len(generators))
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
 
 
 def _complete_restored_epoch(loop: Any) -> None:

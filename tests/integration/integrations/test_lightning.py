@@ -198,3 +198,63 @@ def test_what_a_lightning_trainer_cant_keep_right_is_refused(
     assert attach(trainer) is None, "there is no RankContext yet"
     with RankContext.local(), pytest.raises(InvalidParamsError, match=said):
         attach(trainer)
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
+@pytest.mark.parametrize("of", ["loader", "sampler"])
+@pytest.mark.parametrize("die_at", [5, 11, 15, 28], ids=lambda step: f"killed at {step}")
+def test_a_lightning_trainer_keeps_the_generators_of_its_own_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, die_at: int
+) -> None:
+    """A DataLoader or sampler with a generator of its own draws the undisturbed order again."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    undisturbed = _with_own_generator(tmp_path / "straight", of, None)
+    with pytest.raises(ChildProcessError):
+        _with_own_generator(tmp_path / "killed", of, die_at)
+    assert _with_own_generator(tmp_path / "killed", of, None) == undisturbed
+
+
+def _with_own_generator(storage: Path, of: str, die_at: int | None) -> str:
+    """Train three epochs of ten steps in this process; return the digest of the weights."""
+    import pytorch_lightning as pl
+    import torch
+    from torch.utils.data import DataLoader, RandomSampler
+
+    from prefect_torch_ddp.integrations.lightning import attach
+
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
+            if self.global_step == die_at:
+                raise ChildProcessError
+            return self.layer(batch["input_ids"] / 50).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    data, own = trainers.Texts(), torch.Generator().manual_seed(4)
+    loader: DataLoader[dict[str, torch.Tensor]]
+    if of == "loader":
+        loader = DataLoader(data, 4, shuffle=True, generator=own)
+    else:
+        sampler = RandomSampler(data, replacement=True, num_samples=40, generator=own)
+        loader = DataLoader(data, 4, sampler=sampler)
+    torch.manual_seed(3)
+    model = Net()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=storage,
+    )
+    policy = CheckpointParams(every_s=None, every_steps=2)
+    with RankContext.local(storage=storage, run_id="run", checkpoint=policy):
+        trainer.fit(model, loader, ckpt_path=attach(trainer))
+    return trainers.digest_of(model)
