@@ -78,6 +78,8 @@ class WholeBatches(Dataset[Any], ABC):
 
     blocks: Sequence[np.ndarray[Any, Any]]
     """Where the samples are: arrays [samples, ...]."""
+    layout: str
+    """Names what they were read from, with a digest that differs for other samples."""
 
     @abstractmethod
     def batch_of(self, indices: Sequence[int]) -> Any:
@@ -105,6 +107,12 @@ def categories_of(dataset: object) -> Mapping[str, tuple[str, ...]]:
 def gives_batches(dataset: object) -> bool:
     """Tell whether a dataset, or torch's Subset of it, gives whole batches."""
     return isinstance(_without_subsets(dataset)[0], WholeBatches)
+
+
+def layout_of(dataset: object) -> str:
+    """Name what such a dataset, or torch's Subset of one, was read from; else nothing."""
+    inner = _without_subsets(dataset)[0]
+    return inner.layout if isinstance(inner, WholeBatches) else ""
 
 
 def seeded_fetch(dataset: object) -> Fetch | None:

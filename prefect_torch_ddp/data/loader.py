@@ -26,6 +26,7 @@ from prefect_torch_ddp.data.fetching import (
     SeededDataset,
     SeedSamples,
     gives_batches,
+    layout_of,
     may_skip,
     seeded_fetch,
 )
@@ -147,7 +148,9 @@ class RankLoader:
         self.batches = GlobalBatches(
             num_samples, global_batch_size, seed, shuffle, drop_last, drawn_by, own_order
         )
-        self.order = f"{num_samples} samples in {of_reader or self.batches.order_name()}"
+        of_files = f": {files}" if (files := layout_of(dataset)) else ""
+        order_name = of_reader or self.batches.order_name()
+        self.order = f"{num_samples} samples in {order_name}{of_files}"
         """Describes the order that the global batches are cut from, for all epochs."""
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)

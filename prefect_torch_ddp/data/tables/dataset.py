@@ -60,7 +60,7 @@ class CopiedTable(WholeBatches, HasCategories):
 
     def __init__(self, copy: LocalCopy) -> None:
         self._copy = copy
-        self.blocks = copy.blocks
+        self.blocks, self.layout = copy.blocks, copy.layout
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:

@@ -32,7 +32,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Part of a copy's name: a version that writes other files makes other copies."""
 NUM_THREADS = 4
 """Number of pieces that are decoded at a time."""
@@ -50,6 +50,8 @@ class LocalCopy:
     categories: Mapping[str, tuple[str, ...]]
     blocks: tuple[Array, ...]
     """The rows of each block of the form: arrays [rows, columns] that are mapped, read-only."""
+    layout: str
+    """Of the table's files: `TablePieces.layout`."""
     in_use: mmap.mmap
     """Of `copy.json`, on which it holds the lock."""
 
@@ -90,7 +92,7 @@ class LocalCopy:
         categories = {name: tuple(values) for name, values in about["categories"].items()}
         # A plain array of the same memory is indexed in half the time.
         blocks = tuple(map(np.asarray, maps))
-        return cls(folder, form, about["num_rows"], categories, blocks, in_use)
+        return cls(folder, form, about["num_rows"], categories, blocks, about["layout"], in_use)
 
 
 def open_copy(
@@ -171,6 +173,7 @@ def _make(read: Callable[[], TablePieces], staging: Path, folder: Path) -> Local
     _write_blocks(rows, made)
     about = {
         "files": [rows.files[0].uri, len(rows.files)],
+        "layout": rows.layout,
         "num_rows": len(rows),
         "names": rows.form.names,
         "blocks": [(block.dtype, block.columns) for block in rows.form.blocks],

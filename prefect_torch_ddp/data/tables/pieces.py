@@ -104,9 +104,16 @@ class TablePieces:
 
     @property
     def layout(self) -> str:
-        """A digest of the sizes of all pieces, which determine the order of the rows."""
-        sizes = ",".join(str(piece.num_rows) for piece in self.pieces)
-        return hashlib.sha256(sizes.encode()).hexdigest()[:12]
+        """A digest of the sizes of all pieces, which determine the order, and of their files.
+
+        Names are those in the table's folder, and ETags don't count: a copied table is the same.
+        """
+        digest = hashlib.sha256()
+        for piece in self.pieces:
+            listed = self.files[piece.file].listed
+            row = repr((listed.key, listed.num_bytes, piece.num_rows))
+            digest.update(row.encode(errors="surrogatepass"))
+        return f"files with the digest {digest.hexdigest()[:12]}"
 
     def __len__(self) -> int:
         return self.pieces[-1].first_id + self.pieces[-1].num_rows

@@ -106,7 +106,7 @@ class TableReader(Dataset[Any]):
             global_batch_size=batches.global_batch_size,
         )
         mixed = f", shuffled in windows of {buffer} rows" if shuffle else ""
-        self.order = f"{len(table.pieces)} pieces of the layout {table.layout}{mixed}"
+        self.order = f"{len(table.pieces)} pieces of {table.layout}{mixed}"
         """Describes the order, for comparison with other ranks and with a checkpoint."""
         self._first_ids = np.array([piece.first_id for piece in table.pieces])
         self._process = os.getpid()

@@ -62,7 +62,7 @@ class Rows(Protocol):
 
     @property
     def layout(self) -> str:
-        """A digest of what the order of the rows follows from."""
+        """Names what the order of the rows follows from, with a digest of it."""
         ...
 
     @property
