@@ -7,6 +7,7 @@ from typing import Any, Self
 from uuid import UUID
 
 from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
@@ -109,15 +110,17 @@ class Run:
             params = params.model_copy(update={"cluster": cluster, **theirs})
         params = with_ranks_placed(params)
         source = None if params.source is None else resolve_source(params.source)
-        is_in_place = source is not None and dataset.uri == source.uri
+        in_place = None
+        if source is not None and dataset.uri == source.uri:
+            in_place = _read_now(source, point.run_id, dataset)
         run = cls(
             run_id=point.run_id,
             params=params,
             storage=own,
-            dataset_id=dataset.dataset_id,
+            dataset_id=(in_place or dataset).dataset_id,
             experiment=experiment,
             source=source,
-            in_place=dataset if is_in_place else None,
+            in_place=in_place,
         )
         return run, point
 
@@ -145,6 +148,23 @@ class Run:
             restore=restore and ResumePoint(self.storage, self.run_id, *restore),
             evaluate_on=params.evaluate_on,
         )
+
+
+def _read_now(source: Readable, run_id: str, was: DatasetReport) -> DatasetReport:
+    """Describe the tables of a run's source as they are now; warn if they were others.
+
+    Raises:
+        InvalidParamsError, StorageError: see `tables_in`.
+    """
+    now = tables_in(source)
+    if now.digest != was.digest:
+        words = (
+            "the tables in %s have changed since run %s: %d files of %d bytes, and they were %d of "
+            "%d. The evaluation reads them as they are now: don't compare its scores with the run's"
+        )
+        sizes = now.num_files, now.num_bytes, was.num_files, was.num_bytes
+        get_run_logger().warning(words, source.uri, run_id, *sizes)
+    return now
 
 
 def rank_config(

@@ -44,9 +44,9 @@ def test_a_rank_reads_the_source_as_its_dataset(storage: Storage) -> None:
 
 @pytest.mark.extended
 def test_a_flow_trains_on_its_source_without_a_prepare(
-    shared: ClusterParams, tmp_path: Path
+    shared: ClusterParams, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is copied, and a checkpoint of the run is evaluated on the same files."""
+    """Nothing is copied, and a checkpoint is evaluated on the same files, or with a warning."""
     raw = DirectoryStorage(tmp_path / "raw")
     write_parts(raw)
     store = tmp_path / "store"
@@ -62,6 +62,16 @@ def test_a_flow_trains_on_its_source_without_a_prepare(
     assert json.loads(card.read_bytes())["dataset"]["digest"] == report.dataset.digest
     again = evaluate_flow(report.checkpoint.uri, cluster=shared)
     assert again.metrics == report.evaluation.metrics
+    assert "have changed since run" not in caplog.text
+
+    content = io.BytesIO()
+    part(4).to_parquet(content)
+    raw.write("4.parquet", content.getvalue())
+    changed = evaluate_flow(report.checkpoint.uri, cluster=shared)
+    assert changed.num_samples == 400
+    (said,) = {each for each in caplog.messages if "have changed since run" in each}
+    assert f"{raw.uri} have changed since run {report.run_id}: 4 files of" in said
+    assert f"they were 3 of {report.dataset.num_bytes}" in said
 
 
 def test_a_source_without_tables_is_refused_before_a_cluster_is_used(tmp_path: Path) -> None:
