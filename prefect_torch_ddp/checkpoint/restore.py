@@ -29,6 +29,9 @@ from prefect_torch_ddp.storage.protocol import Storage
 Found = tuple[Manifest, dict[str, Any]]
 """A checkpoint that verifies, with its states by name."""
 
+_MAX_LOOKS = 10
+"""How often a run's checkpoints are listed if those that were listed can't be read."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -214,22 +217,37 @@ def _read(storage: Storage, manifest: Manifest, into: Path | None) -> dict[str, 
 def find_resumable(storage: Storage, run_id: str, into: Path | None = None) -> Found | None:
     """Return the newest checkpoint whose objects all verify; warn about newer ones that don't.
 
-    None if the run has no checkpoint. With `into` it is a folder, whose files are put there.
+    None if the run has no checkpoint. With `into` it is a folder, whose files are put there. Looks
+    again if some were deleted meanwhile, as a run that still trains does.
 
     Raises:
         InvalidParamsError: it is of the other kind.
-        CheckpointError: it has some, and none verifies; a person decides whether to start over.
+        CheckpointError: it has some, and none verifies; a person decides whether to start over. Or
+            they were deleted at every look.
         NewerFormatError: one is of a newer format: no older one is taken in its place.
         StorageError: the storage failed; falling back would throw away work that isn't lost.
     """
-    faults: list[str] = []
-    for manifest in reversed(live_manifests(storage, run_id, faults)):
-        try:
-            return manifest, _read(storage, manifest, into)
-        except CheckpointError as error:
-            logger.warning("%s; the one before it is tried", error)
-            faults.append(str(error))
-    if faults:
+    tried: dict[CheckpointId, str] = {}
+    for _ in range(_MAX_LOOKS):
+        faults: list[str] = []
+        live = live_manifests(storage, run_id, faults)
+        untried = [manifest for manifest in reversed(live) if manifest.id not in tried]
+        if not untried:
+            break
+        for manifest in untried:
+            try:
+                return manifest, _read(storage, manifest, into)
+            except CheckpointError as error:
+                logger.warning("%s; another one is tried", error)
+                tried[manifest.id] = str(error)
+    if tried.keys() - {manifest.id for manifest in live}:
+        # It deletes checkpoints after it has made newer ones.
+        msg = (
+            f"checkpoints of run {run_id} in {storage.uri} were deleted while they were read: it "
+            "probably still trains. Wait for its end, or let it keep more of them (keep_last)"
+        )
+        raise CheckpointError(msg)
+    if faults := [*faults, *tried.values()]:
         msg = (
             f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: "
             f"{'; '.join(faults)}. Repair them, or delete {checkpoints_prefix(run_id)} there to "

@@ -9,12 +9,14 @@ import torch
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.forwarding import WatchedStorage
 from tests.support.s3_server import S3Server
 from tests.workloads.healthy import sha256_of_weights
 
@@ -26,9 +28,11 @@ def _flipped(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
 
 
-def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
+def train(
+    storage: Storage, num_steps: int, policy: CheckpointParams = POLICY
+) -> tuple[str, int | None]:
     """Train; return the weights' digest and the step that it resumed from."""
-    with RankContext.local(storage=storage, run_id="run", checkpoint=POLICY) as ctx:
+    with RankContext.local(storage=storage, run_id="run", checkpoint=policy) as ctx:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.4)).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         ctx.track(model=model, optimizer=optimizer)
@@ -149,3 +153,27 @@ def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     for key in before:
         storage.delete(key)
     assert train(storage, NUM_STEPS)[1] is None
+
+
+@pytest.mark.parametrize("how_often", [1, 3, 99])
+def test_a_run_that_still_trains_has_a_checkpoint_or_is_said_to_train(
+    tmp_path: Path, how_often: int
+) -> None:
+    """It deletes the one that was found before it is read; nobody is told to delete anything."""
+    inner, newest = DirectoryStorage(tmp_path), CheckpointParams(**{**vars(POLICY), "keep_last": 1})
+    steps = iter(range(2, how_often + 2))
+    train(inner, 1, newest)
+
+    def train_on(request: str) -> None:
+        if request.endswith("/model.pt") and (step := next(steps, None)) is not None:
+            train(inner, step, newest)
+
+    watched = WatchedStorage(inner, train_on)
+    if how_often == 99:
+        with pytest.raises(CheckpointError, match="it probably still trains") as caught:
+            find_resumable(watched, "run")
+        assert "or delete" not in str(caught.value)
+    else:
+        found = find_resumable(watched, "run")
+        assert found is not None
+        assert found[0].step == how_often + 1
