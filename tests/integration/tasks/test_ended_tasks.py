@@ -23,7 +23,6 @@ LATER = """
 """
 CHANGES = {
     "import torch\n": "import torch\nfrom prefect.runtime import flow_run\n",
-    '"threads_per_worker": 1}': '"threads_per_worker": 1, "dashboard_address": ":0"}',
     "}))\n": "}), retries=1)\n",
     "    return fit.submit(lr=0.1).result()\n": LATER,
 }
