@@ -127,10 +127,7 @@ class RankLoader:
         """Counts passes: persistent workers serve the newest one."""
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
-        collate = dataloader_kwargs.pop("collate_fn", None)
-        if collate is None:
-            comes_whole = isinstance(dataset, ReadByPosition) or gives_batches(dataset)
-            collate = _as_it_is if comes_whole else default_collate
+        collate = dataloader_kwargs.pop("collate_fn", None) or _own_collate(dataset)
         fetched: SeededDataset | ShardReader | PositionReader
         refuse_orders_of(dataset, shuffle=shuffle, weights=weights, order=order)
         drawn_by = own_order = of_reader = None
@@ -331,6 +328,11 @@ class RankLoader:
         stand_in = {self._shares.own[0]: 0} if stand_ins else {}
         sizes = self.global_batch_size, self.batches.num_global(len(self) - 1)
         return [(size, self._shares.sizes(size) or stand_in) for size in sizes]
+
+
+def _own_collate(dataset: Any) -> Callable[[Any], Any]:
+    comes_whole = isinstance(dataset, ReadByPosition) or gives_batches(dataset)
+    return _as_it_is if comes_whole else default_collate
 
 
 def _as_it_is(batch: Any) -> Any:
