@@ -133,8 +133,8 @@ def _is_of_browser(process: psutil.Process, before: set[psutil.Process]) -> bool
     started those for its pages, its network and its drawing, starts another one when it likes, and
     ends all of them with the browser."""
     with contextlib.suppress(psutil.Error):
-        is_chromium = "chrom" in Path(process.cmdline()[0]).name
-        return is_chromium and process.parent() in before
+        program = next(iter(process.cmdline()), "")  # empty while the kernel ends a process
+        return "chrom" in Path(program).name and process.parent() in before
     return False
 
 
