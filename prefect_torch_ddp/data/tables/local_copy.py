@@ -32,7 +32,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Part of a copy's name: a version that writes other files makes other copies."""
 NUM_THREADS = 4
 """Number of pieces that are decoded at a time."""

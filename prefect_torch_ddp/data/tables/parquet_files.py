@@ -4,10 +4,12 @@ pyarrow decodes. The bytes come through `Readable.read_many`, so any storage and
 them, and a file that was replaced since it was listed is an error.
 """
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,9 @@ class TableFile:
     listed: ListedObject
     metadata: Any
     """A pyarrow.parquet.FileMetaData."""
+    footer: str
+    """A digest of the file's last bytes, which have the least and largest values: the footer, and
+    as much as was read with it."""
 
     @property
     def uri(self) -> str:
@@ -257,9 +262,24 @@ def _footer_bytes(tail: bytes, found: Found) -> int:
 
 def _file(found: Found, tail: bytes) -> TableFile:
     try:
-        return TableFile(*found, pq.read_metadata(pa.BufferReader(tail)))
+        metadata = pq.read_metadata(pa.BufferReader(tail))
     except (pa.ArrowException, OSError) as error:
         raise _no_parquet(found, str(error)) from error
+    return TableFile(*found, metadata, hashlib.sha256(tail).hexdigest()[:12])
+
+
+def names_below(files: Sequence[TableFile]) -> list[str]:
+    """Return the names of files that tell them apart, in the folder that has them all.
+
+    So files of equal names in several folders differ, and a table that was moved stays the same.
+    """
+    folders = [file.source.uri.rstrip("/").split("/") for file in files]
+    levels = takewhile(lambda level: len({*level}) == 1, zip(*folders, strict=False))
+    shared = len(list(levels))
+    return [
+        "/".join([*folder[shared:], file.listed.key])
+        for folder, file in zip(folders, files, strict=True)
+    ]
 
 
 def _no_parquet(found: Found, why: str) -> StorageError:

@@ -16,7 +16,7 @@ import torch
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.tables.columns import Column, nulls_refused
 from prefect_torch_ddp.data.tables.form import Array, Form
-from prefect_torch_ddp.data.tables.parquet_files import TableFile
+from prefect_torch_ddp.data.tables.parquet_files import TableFile, names_below
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
@@ -106,12 +106,14 @@ class TablePieces:
     def layout(self) -> str:
         """A digest of the sizes of all pieces, which determine the order, and of their files.
 
-        Names are those in the table's folder, and ETags don't count: a copied table is the same.
+        Names are those in the folder that has all files, and ETags don't count: a copied table is
+        the same.
         """
         digest = hashlib.sha256()
+        names = names_below(self.files)
         for piece in self.pieces:
-            listed = self.files[piece.file].listed
-            row = repr((listed.key, listed.num_bytes, piece.num_rows))
+            file = self.files[piece.file]
+            row = repr((names[piece.file], file.listed.num_bytes, file.footer, piece.num_rows))
             digest.update(row.encode(errors="surrogatepass"))
         return f"files with the digest {digest.hexdigest()[:12]}"
 
