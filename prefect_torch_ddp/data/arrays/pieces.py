@@ -11,7 +11,13 @@ import numpy as np
 from prefect_torch_ddp.data.arrays.axes import ArrayPiece, Axis, pieces_of
 from prefect_torch_ddp.data.arrays.decoded import DecodedSamples
 from prefect_torch_ddp.data.arrays.form import INDEX, ArrayForm
-from prefect_torch_ddp.data.arrays.variables import Array, Found, Variable, has_nan
+from prefect_torch_ddp.data.arrays.variables import (
+    Array,
+    Found,
+    Variable,
+    digest_of_coordinates,
+    has_nan,
+)
 from prefect_torch_ddp.data.traits import Trait, spread
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
@@ -80,10 +86,23 @@ class ArrayPieces:
 
     @cached_property
     def layout(self) -> str:
-        """A digest of what samples are, and of the sizes of all pieces."""
+        """A digest of what samples are, and of all that is known of the arrays that are used.
+
+        What lies outside of the positions that are used doesn't count: an array may grow.
+        """
         sizes = [piece.num_rows for piece in self.pieces]
-        what = repr((self.form.names, self.form.shapes, [*self.axes], sizes))
-        return f"the layout {hashlib.sha256(what.encode()).hexdigest()[:12]}"
+        coordinates = {
+            dim: digest_of_coordinates(values[self._used[dim].start : self._used[dim].stop])
+            for dim, values in sorted(self.found.coordinates.items())
+            if dim in self._used
+        }
+        contents = [
+            (each.dims, each.content and each.content([self._used[dim] for dim in each.dims]))
+            for each in self.found.variables
+        ]
+        what = (self.form.names, self.form.shapes, [*self.axes], sizes, coordinates, contents)
+        digest = hashlib.sha256(repr(what).encode(errors="surrogatepass"))
+        return f"arrays with the digest {digest.hexdigest()[:12]}"
 
     def __len__(self) -> int:
         return prod(axis.num for axis in self.axes)

@@ -1,5 +1,6 @@
 """The variables of a dataset of arrays, and what reads a box of one."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -43,6 +44,18 @@ class Stored(Protocol):
         ...
 
 
+class Content(Protocol):
+    """Tells other values of an array from these, without reading them; can be pickled."""
+
+    def __call__(self, used: Sequence[range]) -> str:
+        """Return a text that is equal for a copy, and as a rule differs for other values.
+
+        Args:
+            used: the positions that are used, along each dimension.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Scale:
     """Makes of a value (value - mean) / std."""
@@ -67,6 +80,8 @@ class Variable:
     """Tells which chunks there are, where that can be known."""
     scale: Scale | None = None
     """How the values that were read become those of the tensors."""
+    content: Content | None = None
+    """Tells other values, as far as opening them shows."""
 
     def converted(self, values: Array) -> Array:
         """Return values that were read as those of the tensors; a copy only if they change."""
@@ -111,6 +126,20 @@ class Found:
     def dims(self) -> tuple[str, ...]:
         """All dimensions, first those of the variable that has the most."""
         return tuple(self.sizes)
+
+
+def digest_of_coordinates(values: Array) -> str:
+    """Return a digest of the values along a dimension.
+
+    Of floats only the first six digits count: hosts of different processors round differently.
+    """
+    if values.dtype.kind == "f":
+        finite = np.where(np.isfinite(values), values, 0).astype("float64")
+        largest = float(np.abs(finite).max(initial=0)) or 1.0
+        values = np.rint(finite / largest * 2**20).astype("int64")
+    if values.dtype.hasobject:
+        return hashlib.sha256(repr(values.tolist()).encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def has_nan(values: Array) -> bool:

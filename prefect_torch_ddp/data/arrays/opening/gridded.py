@@ -1,8 +1,9 @@
 """Zarr by zarr and xarray, in place: groups with named dimensions, and plain arrays; loads both."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -67,15 +68,9 @@ class _Chunks:
                 "that isn't there has the array's fill value"
             )
             raise InvalidParamsError(msg)
-        above = f"{self.array.path}/" if self.array.path else ""
-        key_of, objects = self.array.metadata.encode_chunk_key, self.store.objects
-        grid = [
-            range(each.start // size, -(-each.stop // size))
-            for each, size in zip(used, self.array.chunks, strict=True)
-        ]
-        missing = [place for place in product(*grid) if above + key_of(place) not in objects]
+        missing = [key for key in self._keys(used) if key not in self.store.objects]
         if missing:
-            some = ", ".join(above + key_of(place) for place in islice(missing, NUM_NAMED))
+            some = ", ".join(missing[:NUM_NAMED])
             some += ", ..." if len(missing) > NUM_NAMED else ""
             msg = (
                 f"{self.uri} lacks {len(missing)} of its chunks: {some}. Write them, or pass "
@@ -84,6 +79,26 @@ class _Chunks:
                 "unless it is told write_empty_chunks=True"
             )
             raise InvalidParamsError(msg)
+
+    def content(self, used: Sequence[range]) -> str:
+        """Tell other chunks by their sizes, and what makes other values of them."""
+        array, objects, digest = self.array, self.store.objects, hashlib.sha256()
+        decoding = {name: array.attrs[name] for name in sorted(ENCODED & {*array.attrs})}
+        digest.update(repr((str(array.dtype), str(array.fill_value), decoding)).encode())
+        for key in self._keys(used):
+            listed = objects.get(key)
+            digest.update(f"{key} {None if listed is None else listed.num_bytes}\n".encode())
+        return digest.hexdigest()
+
+    def _keys(self, used: Sequence[range]) -> Iterator[str]:
+        """Yield the keys of the objects that have these positions: chunks, or shards of them."""
+        above = f"{self.array.path}/" if self.array.path else ""
+        key_of = self.array.metadata.encode_chunk_key
+        grid = [
+            range(each.start // size, -(-each.stop // size))
+            for each, size in zip(used, self.array.shards or self.array.chunks, strict=True)
+        ]
+        return (above + key_of(place) for place in product(*grid))
 
 
 def _explained(uri: str, read: Callable[[], Any]) -> Array:
@@ -131,8 +146,8 @@ def open_zarr(
     with_chunks = []
     for each in found.variables:
         array = arrays[each.name]
-        stored = _Chunks(f"{uri}/{each.name}", array, store)
-        with_chunks.append(replace(each, chunks=array.shards or array.chunks, stored=stored))
+        stored, chunks = _Chunks(f"{uri}/{each.name}", array, store), array.shards or array.chunks
+        with_chunks.append(replace(each, chunks=chunks, stored=stored, content=stored.content))
     return replace(found, variables=with_chunks, read_object=store.read_object)
 
 
@@ -193,6 +208,7 @@ def _plain(uri: str, name: str, array: Any, store: ListedStore) -> Variable:
         msg = f"{uri} is a single number, and has no samples"
         raise InvalidParamsError(msg)
     dims = _names(array) or tuple(f"dim_{i}" for i in range(array.ndim))
+    stored = _Chunks(uri, array, store)
     return Variable(
         name,
         dims,
@@ -200,7 +216,8 @@ def _plain(uri: str, name: str, array: Any, store: ListedStore) -> Variable:
         tensor_dtype(name, array.dtype),
         array.shards or array.chunks,
         _OfZarr(uri, array),
-        _Chunks(uri, array, store),
+        stored,
+        content=stored.content,
     )
 
 

@@ -1,5 +1,6 @@
 """Files of NumPy's, read in place: one, or the parts of an array that Dask workers wrote."""
 
+import hashlib
 import io
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from prefect_torch_ddp.data.arrays.opening.ranges import read_range
-from prefect_torch_ddp.data.arrays.variables import Array, Box, Found, Variable, tensor_dtype
+from prefect_torch_ddp.data.arrays.variables import (
+    Array,
+    Box,
+    Content,
+    Found,
+    Variable,
+    tensor_dtype,
+)
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
@@ -28,7 +36,7 @@ def open_npy(source: Readable, listed: ListedObject, uri: str) -> Found:
         StorageError: it can't be read.
     """
     file = _opened(source, listed, uri)
-    return single(uri, "values", file.shape, file.dtype, file)
+    return single(uri, "values", file.shape, file.dtype, file, content=file.content)
 
 
 def open_npy_parts(
@@ -56,7 +64,8 @@ def open_npy_parts(
             )
             raise InvalidParamsError(msg)
     read = _NpyParts(tuple(files), tuple(accumulate(file.shape[0] for file in files)))
-    found = single(uri, "values", (read.ends[-1], *first.shape[1:]), first.dtype, read)
+    shape = read.ends[-1], *first.shape[1:]
+    found = single(uri, "values", shape, first.dtype, read, content=read.content)
     return replace(found, read_object=partial(_read_object, source, objects))
 
 
@@ -65,7 +74,9 @@ def _read_object(source: Readable, objects: Mapping[str, ListedObject], key: str
     return None if listed is None else read_range(source, listed, 0, listed.num_bytes)
 
 
-def single(uri: str, name: str, shape: Any, dtype: Any, read: Any) -> Found:
+def single(  # noqa: PLR0913 - each of them is of the array
+    uri: str, name: str, shape: Any, dtype: Any, read: Any, *, content: Content | None = None
+) -> Found:
     """Return what has one array, whose dimensions have no names.
 
     Raises:
@@ -76,7 +87,7 @@ def single(uri: str, name: str, shape: Any, dtype: Any, read: Any) -> Found:
         raise InvalidParamsError(msg)
     dims = tuple(f"dim_{i}" for i in range(len(shape)))
     of_tensor = tensor_dtype(uri, dtype)
-    only = Variable(name, dims, tuple(shape), of_tensor, None, read)
+    only = Variable(name, dims, tuple(shape), of_tensor, None, read, content=content)
     return Found(uri, [only], {}, is_single=True)
 
 
@@ -90,6 +101,13 @@ class _NpyFile:
     """Where its values begin."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    head: str
+    """A digest of its first bytes, which were read with the header."""
+
+    def content(self, used: Sequence[range]) -> str:
+        """Tell the file from others, by its header and first values."""
+        del used
+        return self.head
 
     def __call__(self, box: Box) -> Array:
         start, stop, _ = box[0].indices(self.shape[0])
@@ -108,6 +126,11 @@ class _NpyParts:
     files: tuple[_NpyFile, ...]
     ends: tuple[int, ...]
     """The position after the last one of each file."""
+
+    def content(self, used: Sequence[range]) -> str:
+        """Tell the files from others, of those that have rows which are used."""
+        del used
+        return " ".join(file.head for file in self.files)
 
     def __call__(self, box: Box) -> Array:
         start, stop, _ = box[0].indices(self.ends[-1])
@@ -142,4 +165,5 @@ def _opened(source: Readable, listed: ListedObject, uri: str) -> _NpyFile:
     if not dtype.hasobject and head.tell() + dtype.itemsize * prod(shape) != listed.num_bytes:
         msg = f"{uri} has {listed.num_bytes} bytes, which aren't those of its header: replace it"
         raise StorageError(msg)
-    return _NpyFile(source, listed, head.tell(), shape, dtype)
+    digest = hashlib.sha256(head.getbuffer()).hexdigest()[:12]
+    return _NpyFile(source, listed, head.tell(), shape, dtype, digest)
