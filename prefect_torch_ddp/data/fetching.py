@@ -70,7 +70,16 @@ class FetchesSeeded(Protocol):
         ...
 
 
-class WholeBatches(Dataset[Any], ABC):
+class HasLayout(ABC):
+    """A dataset that knows what its samples are read from: not the user's to derive."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """Names what they are read from, with a digest that differs for other samples."""
+
+
+class WholeBatches(Dataset[Any], HasLayout):
     """A map-style dataset whose batches come as they are to be: not the user's to derive.
 
     A loader gives collate_fn such a batch, also of torch's Subset of it.
@@ -78,8 +87,6 @@ class WholeBatches(Dataset[Any], ABC):
 
     blocks: Sequence[np.ndarray[Any, Any]]
     """Where the samples are: arrays [samples, ...]."""
-    layout: str
-    """Names what they were read from, with a digest that differs for other samples."""
 
     @abstractmethod
     def batch_of(self, indices: Sequence[int]) -> Any:
@@ -107,12 +114,6 @@ def categories_of(dataset: object) -> Mapping[str, tuple[str, ...]]:
 def gives_batches(dataset: object) -> bool:
     """Tell whether a dataset, or torch's Subset of it, gives whole batches."""
     return isinstance(_without_subsets(dataset)[0], WholeBatches)
-
-
-def layout_of(dataset: object) -> str:
-    """Name what such a dataset, or torch's Subset of one, was read from; else nothing."""
-    inner = _without_subsets(dataset)[0]
-    return inner.layout if isinstance(inner, WholeBatches) else ""
 
 
 def seeded_fetch(dataset: object) -> Fetch | None:

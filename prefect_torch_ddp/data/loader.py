@@ -26,7 +26,6 @@ from prefect_torch_ddp.data.fetching import (
     SeededDataset,
     SeedSamples,
     gives_batches,
-    layout_of,
     may_skip,
     seeded_fetch,
 )
@@ -43,7 +42,7 @@ from prefect_torch_ddp.data.sampler import (
 )
 from prefect_torch_ddp.data.shards import PositionReader, ReadByPosition, Sharded, ShardReader
 from prefect_torch_ddp.data.tagged import Tagged, TaggedCollate
-from prefect_torch_ddp.data.traits import Trait, traits_of
+from prefect_torch_ddp.data.traits import Trait, layout_of, traits_of
 from prefect_torch_ddp.errors import InvalidParamsError
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ folders and signatures of paths, the last digits of floats, values of unknown ty
 that one rank has filled and another has not yet.
 """
 
+import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
-from prefect_torch_ddp.data.fetching import WholeBatches
+from prefect_torch_ddp.data.fetching import HasLayout, WholeBatches
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,57 @@ def traits_of(dataset: object, num_samples: int) -> dict[str, list[Trait]]:
     except Exception:
         logger.debug("nothing is known of a %s", type(dataset).__name__, exc_info=True)
         return {}
+
+
+def layout_of(dataset: object) -> str:
+    """Name what datasets of ours were read from, also below torch's; or which samples are chosen.
+
+    Empty, if nothing of it is known. It tells a resume whether an epoch can be continued, and is
+    equal on all ranks.
+    """
+    if isinstance(dataset, HasLayout):
+        return dataset.layout
+    try:
+        found = [*_layouts(dataset, MAX_DEPTH)]
+    except Exception:
+        logger.debug("nothing is known of a %s", type(dataset).__name__, exc_info=True)
+        return ""
+    return f"parts with the digest {_digest(repr(found).encode())}" if found else ""
+
+
+def _layouts(dataset: Any, depth: int) -> Iterator[str]:
+    """Yield the layouts of the datasets that one is made of, and what chooses from them."""
+    own: dict[str, Any] = getattr(dataset, "__dict__", {})
+    if isinstance(dataset, HasLayout):
+        yield dataset.layout
+    elif depth:
+        yield from _choices(dataset, own)
+        for each in _below(dataset, own):
+            yield from _layouts(each, depth - 1)
+
+
+def _choices(dataset: object, own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what says which samples a dataset has, and in which order, with a digest."""
+    if isinstance(dataset, Subset) and _is_column(own["indices"]):
+        yield f"indices {_digest(np.asarray(own['indices']).astype(np.int64).tobytes())}"
+    elif isinstance(dataset, ConcatDataset):
+        yield f"ends {_digest(repr(own['cumulative_sizes']).encode())}"
+    elif own.keys() >= {"root", "samples"} and _is_column(own["samples"]):  # torchvision's
+        names = "\n".join(str(path) for path, _ in own["samples"]).replace(str(own["root"]), "")
+        yield f"names {_digest(names.encode(errors='surrogateescape'))}"
+
+
+def _below(dataset: object, own: Mapping[str, Any]) -> Iterable[Any]:
+    """Return the datasets that one is made of."""
+    if isinstance(dataset, ConcatDataset | StackDataset):
+        members = own["datasets"]
+        return list(members.values()) if isinstance(members, Mapping) else list(members)
+    inner = own.get("dataset")  # of a Subset, or of what adds a transform, for example
+    return [] if _length(inner) is None else [inner]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def spread(length: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Compact columns of listed objects, in memory and in files: a million of them take 100 MB."""
 
 import gzip
+import hashlib
 import json
 import zlib
 from array import array
@@ -29,6 +30,10 @@ class Texts:
     def encoded(self, index: int) -> bytes:
         """Return a text as it is stored."""
         return bytes(self._block[self._ends[index] : self._ends[index + 1]])
+
+    def digest(self) -> str:
+        """Return a digest of all texts in their order."""
+        return hashlib.sha256(self._block + self._ends.tobytes()).hexdigest()
 
     def append(self, text: str) -> None:
         """Add a text."""

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Literal
 from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset
 
+from prefect_torch_ddp.data.fetching import HasLayout
 from prefect_torch_ddp.data.images.listing import EXTENSIONS, index_images, list_dataset, read_index
 from prefect_torch_ddp.data.images.location import Location, readable_at, through_cache
 from prefect_torch_ddp.data.lookahead import ReadAhead
@@ -139,6 +140,11 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return self._targets.tolist()
 
     @property
+    def layout(self) -> str:
+        """The images by a digest of their names; one that was replaced remains the same."""
+        return f"images with the digest {self._objects.columns[0].digest()[:12]}"
+
+    @property
     def may_skip(self) -> bool:
         """Whether a batch may be smaller than asked for."""
         return self.on_error == "skip"
@@ -239,6 +245,10 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
                 self.root,
                 error,
             )
+
+
+# Not its base, which `help` would show.
+HasLayout.register(S3ImageFolder)
 
 
 @exported_by("prefect_torch_ddp.data")

@@ -60,12 +60,17 @@ class CopiedTable(WholeBatches, HasCategories):
 
     def __init__(self, copy: LocalCopy) -> None:
         self._copy = copy
-        self.blocks, self.layout = copy.blocks, copy.layout
+        self.blocks = copy.blocks
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:
         """The values of each category by column name; a value's code is its position."""
         return dict(self._copy.categories)
+
+    @property
+    def layout(self) -> str:
+        """Names the table's files."""
+        return self._copy.layout
 
     @property
     def folder(self) -> Path:

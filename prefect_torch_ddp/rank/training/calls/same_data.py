@@ -65,12 +65,13 @@ def _difference(rank: int, here: dict[str, Any], there: dict[str, Any]) -> str |
     if here["samples"] != there["samples"]:
         sizes = f"rank {rank} has {here['samples']} samples and rank {other} has {there['samples']}"
         return f"{different}: {sizes}{whole}"
+    # First, since another order may only say that something of the dataset differs.
+    if (place := differing(here["traits"], there["traits"])) is not None:
+        what = f"{place} of rank {rank} differs from that of rank {other}"
+        return f"{different}: {what}{whole}"
     for name, value in own.items():
         if value != theirs[name]:
             what = f"rank {rank} has {name}={value} and rank {other} has {name}={theirs[name]}"
             how = "give ctx.loader and ctx.steps the same arguments on every rank"
             return f"ranks began ctx.steps differently: {what}; {how}"
-    if (place := differing(here["traits"], there["traits"])) is not None:
-        what = f"{place} of rank {rank} differs from that of rank {other}"
-        return f"{different}: {what}{whole}"
     return None
