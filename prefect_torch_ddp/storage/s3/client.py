@@ -3,8 +3,10 @@
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -13,8 +15,13 @@ from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import check_key
 
 T = TypeVar("T")
-Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]
+Settings: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
+_FILES = (
+    ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ("AWS_CONFIG_FILE", "~/.aws/config"),
+)
+"""Of AWS's tools: the variable that names each, and where it is otherwise."""
 _CHECKSUM_OPTIONS = ("request_checksum_calculation", "response_checksum_validation")
 
 
@@ -94,7 +101,7 @@ class S3Location:
 
 
 class PerProcess(Generic[T]):
-    """Makes a thing for a location once in a process, and again when `AWS_` variables changed.
+    """Makes a thing for a location once in a process, and again when AWS's settings changed.
 
     A forked child never uses its parent's: a client would share its kept-alive sockets and
     silently return another process's bytes. Nor is it closed there, or collected: it might wait
@@ -103,17 +110,17 @@ class PerProcess(Generic[T]):
 
     def __init__(self, make: Callable[[S3Location], T]) -> None:
         self._make = make
-        self._made: dict[tuple[int, S3Location], tuple[Variables, T]] = {}
+        self._made: dict[tuple[int, S3Location], tuple[Settings, T]] = {}
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def of(self, location: S3Location) -> T:
         """Return this process's; threads may share it."""
-        key, variables = (os.getpid(), location), aws_variables()
+        key, settings = (os.getpid(), location), aws_settings()
         with self._lock:
-            if key not in self._made or self._made[key][0] != variables:
+            if key not in self._made or self._made[key][0] != settings:
                 # The one before is dropped: tokens change each hour, a client takes megabytes.
-                self._made[key] = variables, self._make(location)
+                self._made[key] = settings, self._make(location)
             return self._made[key][1]
 
     def _renew_lock(self) -> None:
@@ -121,11 +128,22 @@ class PerProcess(Generic[T]):
         self._lock = threading.Lock()
 
 
-def aws_variables() -> Variables:
-    """Return the variables that AWS's tools read: in a notebook they change."""
+def aws_settings() -> Settings:
+    """Return the variables that AWS's tools read, and what tells that their files have changed.
+
+    In a notebook variables change. In the files, people and programs replace keys that expire;
+    botocore reads them once.
+    """
     names = sorted(name for name in os.environb if name.startswith(b"AWS_"))
     # Not by items(): that raises KeyError when another thread takes a variable away meanwhile.
-    return tuple((name, os.environb.get(name, b"")) for name in names)
+    settings = [(name, os.environb.get(name, b"")) for name in names]
+    for variable, usual in _FILES:
+        path = Path(os.environ.get(variable) or usual)
+        with suppress(OSError, RuntimeError):  # there is none, or no home
+            found = path.expanduser().stat()
+            state = f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"
+            settings.append((usual.encode(), state.encode()))
+    return tuple(settings)
 
 
 def session_of(location: S3Location) -> Any:

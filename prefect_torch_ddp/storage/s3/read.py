@@ -17,8 +17,8 @@ from prefect_torch_ddp.storage.protocol import CHANGED, Contents, ObjectPart
 from prefect_torch_ddp.storage.s3.client import (
     PerProcess,
     S3Location,
-    Variables,
-    aws_variables,
+    Settings,
+    aws_settings,
     session_of,
 )
 from prefect_torch_ddp.storage.s3.get import Connections, GetSigner, request_of
@@ -46,8 +46,8 @@ class Target(NamedTuple):
     """That requests are signed for."""
 
 
-_TARGETS: dict[S3Location, tuple[Variables, Target]] = {}
-"""With the variables it was found by; a forked child uses what its parent found."""
+_TARGETS: dict[S3Location, tuple[Settings, Target]] = {}
+"""With the settings it was found by; a forked child uses what its parent found."""
 
 
 class S3Reader:
@@ -67,8 +67,8 @@ class S3Reader:
         self._num_misses = 0
         self._rests_until_s = 0.0
         self._learning = threading.Lock()
-        variables, target = _TARGETS.get(location, (None, None))
-        is_known = target is not None and variables == aws_variables()
+        settings, target = _TARGETS.get(location, (None, None))
+        is_known = target is not None and settings == aws_settings()
         self._lean = _lean_get(location, target) if target and is_known else None
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
@@ -123,7 +123,7 @@ class S3Reader:
         target = target_of(name, *found["Route"], is_signed=not self._location.anonymous)
         with self._learning:
             if target is not None and (self._lean is None or self._lean.target != target):
-                _TARGETS[self._location] = aws_variables(), target
+                _TARGETS[self._location] = aws_settings(), target
                 self._lean = _lean_get(self._location, target)
         return content
 

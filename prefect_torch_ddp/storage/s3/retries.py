@@ -69,7 +69,10 @@ _BY_CODE = {
     "InvalidAccessKeyId": f"the store doesn't know this access key: {_KEYS}",
     "SignatureDoesNotMatch": f"the secret is wrong: {_KEYS}",
     "InvalidToken": f"the session token is wrong: {_KEYS}",
-    "ExpiredToken": "the session token has expired: register a fresh one, or a role that renews it",
+    "ExpiredToken": (
+        "the session token has expired: give a fresh one (in the block, or where the Dask workers "
+        "run, in ~/.aws/credentials), or use a role that renews it"
+    ),
     "RequestTimeTooSkewed": (
         "this machine's clock differs too much from the store's: set it, for instance by NTP"
     ),

@@ -100,6 +100,31 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):
     assert "access denied" in error_of(storage.read, "private")
 
 
+def test_keys_that_are_replaced_in_their_file_are_used(chain_s3_server, monkeypatch, tmp_path):
+    """A program that renews keys writes them into AWS's file: who reads and writes goes on."""
+
+    def put_keys(user: str) -> None:
+        key, secret = chain_s3_server.keys[user]
+        new = tmp_path / "new"
+        new.write_text(f"[p]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        new.replace(tmp_path / "credentials")
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "p")
+    storage, part = storage_from_uri("s3://bucket/replaced-keys"), ObjectPart("object", 1)
+    put_keys("reader")
+    with pytest.raises(StorageError, match="access denied"):
+        storage.write("object", b"1")
+    put_keys("owner")
+    storage.write("object", b"1")
+    assert list(storage.read_many([part])) == [b"1"]
+    client = client_of(storage)
+    storage.write("object", b"2")
+    assert client_of(storage) is client
+
+
 def test_another_environment_is_another_client(chain_s3_server, monkeypatch):
     """An s3:// URI follows AWS's variables, and corrected variables get another client."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
