@@ -1,5 +1,6 @@
 """Accelerate's loop: `for batch in attach(accelerator).batches(loader, epochs=3)`."""
 
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ _NO_STEP = (
     "decide by loop.step when to make a step, since only steps increase it; accumulate with "
     "accelerator.accumulate, or count batches"
 )
+_OTHER_BATCHES = (
+    "the commit is from after batch %d of %d in epoch %d, and here that epoch has %d batches: some "
+    "of its samples are used twice, or not at all. Change the batch size or the dataset only "
+    "between epochs"
+)
+
+logger = logging.getLogger(__name__)
 
 
 def attach(accelerator: Accelerator) -> "Loop":
@@ -185,9 +193,12 @@ class Loop:
         if self._kept:
             self._restore(self._kept["now"])
             if num_done:
-                self._restore(self._kept["begun"], only=loader)
+                begun, size = self._kept["begun"], len(loader)
+                if (was := begun.get("num_batches", size)) != size:
+                    logger.warning(_OTHER_BATCHES, num_done, was, epoch + 1, size)
+                self._restore(begun, only=loader)
         loader.iteration = epoch
-        begun = self._capture()
+        begun = {**self._capture(), "num_batches": len(loader)}
         return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
 
     def _total(self, num_batches: int, first: int, num_epochs: int, num_done: int) -> int | None:

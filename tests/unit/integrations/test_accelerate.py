@@ -53,7 +53,8 @@ class Training:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         rows = TensorDataset(torch.arange(2.0 * NUM_BATCHES), torch.randn(2 * NUM_BATCHES, 2))
-        loaders = [DataLoader(rows, batch_size=2, shuffle=True) for _ in range(2)]
+        size = chosen.get("batch_size", 2)
+        loaders = [DataLoader(rows, batch_size=size, shuffle=True) for _ in range(2)]
         self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
         self.loaders = [self.accelerator.prepare(loader) for loader in loaders]
         self.schedule = self.accelerator.prepare(schedule)
@@ -184,6 +185,18 @@ def test_a_killed_loop_ends_with_the_undisturbed_bits_and_records(
     if form is a_call_an_epoch and die_at == 14:  # the next validation made the step's record anew
         expected = [each for each in expected if each[0] != 12 or each[-1] != -1]
     assert records_of(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize(("die_at", "warns"), [(6, True), (14, False)])
+def test_another_batch_size_within_an_epoch_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, die_at: int, warns: bool
+) -> None:
+    """The batches that are done are then left out by their number; an epoch's end is no matter."""
+    with pytest.raises(KilledError):
+        run(tmp_path, in_the_body, die_at)
+    run(tmp_path, in_the_body, batch_size=3)
+    says = "the commit is from after batch 4 of 6 in epoch 1, and here that epoch has 4 batches"
+    assert (says in caplog.text) == warns
 
 
 def test_a_validation_that_the_kill_ended_is_made_again(tmp_path: Path) -> None:
