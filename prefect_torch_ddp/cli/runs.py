@@ -45,7 +45,7 @@ def show(run: RunArgument, storage: StorageOption = STORAGE) -> None:
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
-    record = read_record(opened, find_run(opened, run))
+    record = read_record(opened, find_run(opened, run)).found_in(opened)
     key = f"runs/{record.run_id}/report.html"
     is_there = any(each.key == key for each in opened.list(key))
     print(in_lines(facts(record, f"{opened.uri.rstrip('/')}/{key}" if is_there else "", storage)))

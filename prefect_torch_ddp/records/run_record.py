@@ -156,6 +156,16 @@ class RunRecord(Result):
         """Seconds from its begin to its end, with everything that lies between its attempts."""
         return None if self.ended is None else (self.ended - self.began).total_seconds()
 
+    def found_in(self, storage: Storage) -> Self:
+        """Return the record with its models' URIs where they are now: its storage may have moved.
+
+        Args:
+            storage: in which the record was found.
+        """
+        keys = {name: uri.rpartition("/runs/")[2] for name, uri in self.model_uris.items()}
+        uris = {name: location(storage, f"runs/{key}") for name, key in keys.items()}
+        return self.model_copy(update={"model_uris": uris})
+
 
 def write_record(storage: Storage, record: RunRecord) -> None:
     """Write a record, in the place of the one of the same run; raises StorageError."""

@@ -171,7 +171,8 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
             runs[runs.state == "completed"].groupby("experiment").accuracy.max()
     """
     pd = import_pandas("list_runs")
-    rows = [_row(record) for record in list_records(storage_of(storage), experiment)]
+    opened = storage_of(storage)
+    rows = [_row(record.found_in(opened)) for record in list_records(opened, experiment)]
     # What every run has is there, also where there is none.
     now = datetime.now(UTC)
     blank = RunRecord(run_id="", experiment="", workload="", began=now, storage="")

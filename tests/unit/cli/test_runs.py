@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.cli.runs import aligned, facts, row
+from prefect_torch_ddp import list_runs
+from prefect_torch_ddp.cli.runs import aligned, facts, row, show
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.run_record import write_record
@@ -45,6 +46,20 @@ def test_a_completed_run_is_shown_in_some_ten_lines() -> None:
         "in Prefect  flow run f0",
         f"continue    prefect-torch-ddp resume {RUN} -o NAME=VALUE --storage s3://bucket",
     ]
+
+
+def test_the_model_of_a_storage_that_was_moved_is_shown_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `show` and by `list_runs`; the record itself stays as it is."""
+    old = DirectoryStorage(tmp_path / "old")
+    there = {"model": f"{old.uri}/runs/{RUN}/models/000001/model.safetensors"}
+    write_record(old, DONE.model_copy(update={"storage": old.uri, "model_uris": there}))
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = f"{tmp_path}/new/runs/{RUN}/models/000001/model.safetensors"
+    show(RUN, str(tmp_path / "new"))
+    assert f"model       {moved}\n" in capsys.readouterr().out
+    assert list_runs(tmp_path / "new").model_uri.tolist() == [moved]
 
 
 def test_a_failed_run_says_its_cause_first() -> None:
