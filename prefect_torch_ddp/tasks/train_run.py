@@ -7,19 +7,22 @@ from typing import Any, Self
 from uuid import UUID
 
 from prefect.context import FlowRunContext
-from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
+from prefect_torch_ddp.blocks import (
+    absolute_reference,
+    fingerprint_of,
+    resolve_storage,
+)
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.data.preparing import tables_in
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
+from prefect_torch_ddp.tasks.sources import new_source, recorded_source
 from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
 from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point
@@ -59,18 +62,18 @@ class Run:
         storage = resolve_storage(params.storage)
         check_trackers(params.trackers, storage)
         storage.check_writable()
-        source = None if params.source is None else resolve_source(params.source)
+        source, in_place = new_source(params, has_prepare=workload.has_prepare)
+        if params.source is not None:
+            # On record for evaluations and resumes, which may be started in another folder.
+            absolute = {"source": absolute_reference(params.source)}
+            params = params.model_copy(update=absolute)
         context = FlowRunContext.get()
         assert context is not None
         assert context.flow_run is not None
         run_id = run_id_of(context.flow_run.name, context.flow_run.id)
         experiment = experiment_of(params.workload)
         resume_from = resume_point(params, storage, run_id, experiment)
-        in_place, raw = None, None
-        if source is not None and not workload.has_prepare:
-            in_place = tables_in(source)
-        elif source is not None:
-            raw = fingerprint_of(source)
+        raw = None if source is None or in_place else fingerprint_of(source)
         named = in_place and in_place.dataset_id
         return cls(
             run_id=run_id,
@@ -109,10 +112,7 @@ class Run:
             theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
             params = params.model_copy(update={"cluster": cluster, **theirs})
         params = with_ranks_placed(params)
-        source = None if params.source is None else resolve_source(params.source)
-        in_place = None
-        if source is not None and dataset.uri == source.uri:
-            in_place = _read_now(source, point.run_id, dataset)
+        source, in_place = recorded_source(params, own, point.run_id, dataset)
         run = cls(
             run_id=point.run_id,
             params=params,
@@ -148,23 +148,6 @@ class Run:
             restore=restore and ResumePoint(self.storage, self.run_id, *restore),
             evaluate_on=params.evaluate_on,
         )
-
-
-def _read_now(source: Readable, run_id: str, was: DatasetReport) -> DatasetReport:
-    """Describe the tables of a run's source as they are now; warn if they were others.
-
-    Raises:
-        InvalidParamsError, StorageError: see `tables_in`.
-    """
-    now = tables_in(source)
-    if now.digest != was.digest:
-        words = (
-            "the tables in %s have changed since run %s: %d files of %d bytes, and they were %d of "
-            "%d. The evaluation reads them as they are now: don't compare its scores with the run's"
-        )
-        sizes = now.num_files, now.num_bytes, was.num_files, was.num_bytes
-        get_run_logger().warning(words, source.uri, run_id, *sizes)
-    return now
 
 
 def rank_config(

@@ -44,14 +44,19 @@ def test_a_rank_reads_the_source_as_its_dataset(storage: Storage) -> None:
 
 @pytest.mark.extended
 def test_a_flow_trains_on_its_source_without_a_prepare(
-    shared: ClusterParams, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shared: ClusterParams,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is copied, and a checkpoint is evaluated on the same files, or with a warning."""
+    """Nothing is copied, and a checkpoint is evaluated on the same files, or with a warning, from
+    any folder."""
+    monkeypatch.chdir(tmp_path)
     raw = DirectoryStorage(tmp_path / "raw")
     write_parts(raw)
     store = tmp_path / "store"
     params = TrainParams(
-        workload=WORKLOAD, source=raw.uri, storage=str(store), cluster=shared, ledger=True
+        workload=WORKLOAD, source="raw", storage=str(store), cluster=shared, ledger=True
     )
     report = train_flow(params)
     assert (report.dataset.uri, report.dataset.num_files) == (raw.uri, 3)
@@ -60,6 +65,8 @@ def test_a_flow_trains_on_its_source_without_a_prepare(
     assert not (store / "datasets").exists()
     (card,) = store.rglob("model.json")
     assert json.loads(card.read_bytes())["dataset"]["digest"] == report.dataset.digest
+    (tmp_path / "elsewhere/raw").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
     again = evaluate_flow(report.checkpoint.uri, cluster=shared)
     assert again.metrics == report.evaluation.metrics
     assert "have changed since run" not in caplog.text

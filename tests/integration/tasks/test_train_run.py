@@ -1,18 +1,23 @@
 """A run's parameters are resolved once, before anything is started."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams
+from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train_run import Run
+from prefect_torch_ddp.tracking.description import draft_record
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
 DIGITS = "prefect_torch_ddp.examples.digits"
@@ -52,6 +57,17 @@ def test_everything_that_parameters_name_is_resolved(tmp_path: Path) -> None:
     assert other.source is not None
     assert trained.dataset_id == plain.dataset_id
     assert len({plain.dataset_id, options.dataset_id, other.dataset_id}) == 3
+
+
+def test_a_relative_source_is_kept_as_the_folder_that_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record has it so: in another folder the same words would be another place."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    (run,) = runs_of(tmp_path, {"source": "raw"})
+    assert run.params.source == run.source.uri == str(tmp_path / "raw")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("change", ["rewritten", "touched", "added", "removed"])
@@ -95,6 +111,37 @@ def test_what_can_not_work_is_refused(tmp_path: Path, given: dict[str, Any], say
     """Each error names the parameter."""
     with pytest.raises(PrefectTorchDdpError, match=says):
         runs_of(tmp_path, given)
+
+
+def test_an_evaluation_needs_no_raw_data_if_the_dataset_was_prepared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says that they are gone; without the dataset too it is an error."""
+    storage, raw = DirectoryStorage(tmp_path / "store"), tmp_path / "raw"
+    with RankContext.local(storage=storage, run_id="r") as ctx:
+        ctx.track(model=torch.nn.Linear(1, 1))
+    params = TrainParams(storage=storage.uri, source=str(raw))
+
+    @flow(name="resolving", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
+    def resolves() -> tuple[Run, Run]:
+        dataset = publish_dataset(storage, "d", lambda folder: (folder / "x").write_text("1"))
+        about = {"workload": params.workload, "dataset": dataset}
+        write_record(storage, draft_record(params, "r", "e", storage, **about))
+        raw.mkdir()
+        there, _ = Run.from_checkpoint(f"{storage.uri}/runs/r", None, None)
+        raw.rmdir()
+        gone, _ = Run.from_checkpoint(f"{storage.uri}/runs/r", None, None)
+        shutil.rmtree(tmp_path / "store/datasets")
+        with pytest.raises(InvalidParamsError, match=f"there is no folder {raw} here"):
+            Run.from_checkpoint(f"{storage.uri}/runs/r", None, None)
+        return there, gone
+
+    there, gone = resolves()
+    assert there.source is not None
+    assert gone.source is None
+    assert there.dataset_id == gone.dataset_id == "d"
+    (said,) = {each for each in caplog.messages if "the prepared dataset d" in each}
+    assert f"there is no folder {raw} here" in said
 
 
 def test_a_run_without_a_record_is_not_evaluated(tmp_path: Path) -> None:
