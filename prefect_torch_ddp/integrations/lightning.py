@@ -1,6 +1,5 @@
 """Lightning's Trainer: `trainer.fit(model, data, ckpt_path=attach(trainer))`."""
 
-import logging
 import shutil
 import signal
 import threading
@@ -13,13 +12,11 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.utils.data import Dataset, Sampler
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
+from prefect_torch_ddp.integrations.generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
-
-logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer) -> str | None:
@@ -100,14 +97,14 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         if self._kept is None:
             return
         loop, is_within = trainer.fit_loop, trainer.fit_loop.restarted_mid_epoch
-        fetcher = loop._data_fetcher  # noqa: SLF001 - nothing public leads to its iterator
-        loaders = fetcher.combined_loader.flattened
+        loaders, fetcher = _loaders(trainer), loop._data_fetcher  # noqa: SLF001
         if not all(hasattr(each, "load_state_dict") for each in loaders):
             for each in loaders:  # Lightning does it later, when an order may have been drawn
                 _set_sampler_epoch(each, trainer.current_epoch)
             self._begun = self._kept["begun" if is_within else "now"]
             if self._begun is not None:
-                _restore(self._begun, trainer)
+                restore_generators(self._begun["global"])
+                restore_own(loaders, self._begun["own"])
                 iter(fetcher)
             # Lightning counts on from here, but its loader begins with the epoch's first batch.
             num_done = loop.epoch_loop.batch_progress.current.ready if is_within else 0
@@ -176,36 +173,13 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         shutil.rmtree(folder)
 
 
-def _own_generators(trainer: Trainer) -> list[torch.Generator]:
-    """Return the generators that the loaders, their samplers and datasets were given."""
-    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
-    found: list[torch.Generator] = []
-    left = list(fetcher.combined_loader.flattened)
-    for each in left:  # grows: a sampler may be within another one
-        for value in getattr(each, "__dict__", {}).values():
-            if isinstance(value, torch.Generator) and value not in found:
-                found.append(value)
-            elif isinstance(value, Sampler | Dataset) and all(value is not e for e in left):
-                left.append(value)
-    return found
+def _loaders(trainer: Trainer) -> list[Any]:
+    fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - nothing public leads to its iterator
+    return list(fetcher.combined_loader.flattened)
 
 
 def _capture(trainer: Trainer) -> dict[str, Any]:
-    own = [each.get_state() for each in _own_generators(trainer)]
-    return {"global": capture_generators(), "own": own}
-
-
-def _restore(kept: dict[str, Any], trainer: Trainer) -> None:
-    restore_generators(kept["global"])
-    generators, states = _own_generators(trainer), kept["own"]
-    if len(generators) != len(states):
-        text = (
-            "the checkpoint has the states of %d generators of DataLoaders, samplers and datasets, "
-            "and here are %d: the batches may differ from those of an uninterrupted training"
-        )
-        logger.warning(text, len(states), len(generators))
-    for generator, state in zip(generators, states, strict=False):
-        generator.set_state(state)
+    return {"global": capture_generators(), "own": capture_own(_loaders(trainer))}
 
 
 def _complete_restored_epoch(loop: Any) -> None:

@@ -1,13 +1,19 @@
 """Lightning's Trainer is killed on real ranks and ends with the undisturbed bits."""
 
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from distributed import Client, LocalCluster
 from prefect import flow
 from prefect_dask import DaskTaskRunner
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from prefect_torch_ddp import (
     CheckpointParams,
@@ -200,13 +206,39 @@ def test_what_a_lightning_trainer_cant_keep_right_is_refused(
         attach(trainer)
 
 
+class Drawn(Sampler[int]):
+    """Draws forty samples by the generators that it is given."""
+
+    def __init__(self, generators: Any, draw: Callable[[Any], int]) -> None:
+        self.generators, self._draw = generators, draw
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(self._draw(self.generators)) for _ in range(len(self)))
+
+    def __len__(self) -> int:
+        return 40
+
+
+def _sampler(of: str) -> Sampler[int]:
+    """Return a sampler with generators of a library or in a list, from their seed."""
+    own = torch.Generator().manual_seed(4)
+    samplers = {
+        "sampler": RandomSampler(range(40), replacement=True, num_samples=40, generator=own),
+        "numpy": Drawn(np.random.default_rng(4), lambda each: each.integers(40)),
+        "old numpy": Drawn(np.random.RandomState(4), lambda each: each.randint(40)),
+        "python": Drawn(random.Random(4), lambda each: each.randrange(40)),
+        "a list": Drawn([own], lambda each: torch.randint(40, (), generator=each[0])),
+    }
+    return samplers[of]
+
+
 @pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
-@pytest.mark.parametrize("of", ["loader", "sampler"])
+@pytest.mark.parametrize("of", ["loader", "sampler", "numpy", "old numpy", "python", "a list"])
 @pytest.mark.parametrize("die_at", [5, 11, 15, 28], ids=lambda step: f"killed at {step}")
 def test_a_lightning_trainer_keeps_the_generators_of_its_own_loader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, die_at: int
 ) -> None:
-    """A DataLoader or sampler with a generator of its own draws the undisturbed order again."""
+    """A DataLoader or sampler with its own generators, of any library, repeats the order."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
     undisturbed = _with_own_generator(tmp_path / "straight", of, None)
     with pytest.raises(ChildProcessError):
@@ -217,8 +249,6 @@ def test_a_lightning_trainer_keeps_the_generators_of_its_own_loader(
 def _with_own_generator(storage: Path, of: str, die_at: int | None) -> str:
     """Train three epochs of ten steps in this process; return the digest of the weights."""
     import pytorch_lightning as pl
-    import torch
-    from torch.utils.data import DataLoader, RandomSampler
 
     from prefect_torch_ddp.integrations.lightning import attach
 
@@ -235,13 +265,12 @@ def _with_own_generator(storage: Path, of: str, die_at: int | None) -> str:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), 0.01)
 
-    data, own = trainers.Texts(), torch.Generator().manual_seed(4)
-    loader: DataLoader[dict[str, torch.Tensor]]
+    data = trainers.Texts()
     if of == "loader":
+        own = torch.Generator().manual_seed(4)
         loader = DataLoader(data, 4, shuffle=True, generator=own)
     else:
-        sampler = RandomSampler(data, replacement=True, num_samples=40, generator=own)
-        loader = DataLoader(data, 4, sampler=sampler)
+        loader = DataLoader(data, 4, sampler=_sampler(of))
     torch.manual_seed(3)
     model = Net()
     trainer = pl.Trainer(
