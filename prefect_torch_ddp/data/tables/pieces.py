@@ -4,11 +4,14 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, islice
+from operator import and_, or_
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import torch
@@ -90,9 +93,12 @@ class TablePieces:
             nulls = {name: pa.nulls(1, type_) for name, type_ in types.items()}
             pa.table(nulls).filter(expression(self._filters))
         except (pa.ArrowException, TypeError) as error:
-            has = ", ".join(f"{name} is {type_}" for name, type_ in types.items())
-            msg = f"filters {self._filters!r} don't fit {file.uri}, in which {has}: {error}"
-            raise InvalidParamsError(msg) from error
+            raise self._unfit(file, error) from error
+
+    def _unfit(self, file: TableFile, error: Exception) -> InvalidParamsError:
+        has = ", ".join(f"{name} is {file.type_of(name)}" for name in self._filtered_by)
+        msg = f"filters {self._filters!r} don't fit {file.uri}, in which {has}: {error}"
+        return InvalidParamsError(msg)
 
     @property
     def traits(self) -> dict[str, list[Trait]]:
@@ -238,9 +244,16 @@ class TablePieces:
 
     def _kept_groups(self, number: int) -> set[int]:
         """Return the row groups that may have passing rows, by the statistics in the footer."""
-        file = self.files[number]
+        file, filters = self.files[number], self._filters or ()
+        for name, how, _ in _conditions(filters):
+            # NaN passes, but statistics leave it out: by them, 3 and NaN are only 3.
+            if how in {"!=", "in", "not in"} and pa.types.is_floating(file.type_of(name)):
+                return {*range(len(file.sizes))}
         whole = pads.ParquetFileFormat().make_fragment(file.as_python_file())
-        fragments = whole.split_by_row_group(expression(self._filters or ()))
+        try:
+            fragments = whole.split_by_row_group(expression(filters))
+        except pa.ArrowException as error:
+            raise self._unfit(file, error) from error
         return {group.id for fragment in fragments for group in fragment.row_groups}
 
     def _refuse_known_nulls(self) -> None:
@@ -308,10 +321,17 @@ def expression(filters: Filters) -> Any:
         for condition in _conditions(filters):
             _refuse_letters(*condition)
         # Users give filters as lists: an expression doesn't say which columns it needs.
-        return pq.filters_to_expression(list(filters))
-    except (ValueError, TypeError, pa.ArrowException) as error:
+        pq.filters_to_expression(list(filters))
+        many = [filters] if isinstance(filters[0][0], str) else filters
+        return reduce(or_, (reduce(and_, map(_without_null, each)) for each in many))
+    except (ValueError, TypeError, OverflowError, IndexError, pa.ArrowException) as error:
         msg = f"filters {filters!r} can't be used: {error}; write [(column, '==', value), ...]"
         raise InvalidParamsError(msg) from error
+
+
+def _without_null(condition: Any) -> Any:
+    # Otherwise a null isn't in a list, and None is.
+    return pq.filters_to_expression([condition]) & pc.field(condition[0]).is_valid()
 
 
 def _refuse_letters(name: object, how: object, value: object) -> None:

@@ -67,6 +67,9 @@ def _opened(
     *,
     is_xarray: bool,
 ) -> Found:
+    if isinstance(where, np.ma.MaskedArray):
+        msg = "array() can't keep the mask of a masked array: fill it, by .filled(number)"
+        raise InvalidParamsError(msg)
     if isinstance(where, np.ndarray):
         return single("the array", "values", where.shape, where.dtype, _InMemory(where))
     if is_xarray:

@@ -324,6 +324,12 @@ def test_what_is_in_memory_is_read_from_no_storage(option, value) -> None:
             array(where, **{option: value})
 
 
+def test_the_mask_of_an_array_in_memory_isnt_ignored() -> None:
+    """Below a mask lies anything, such as what marks a missing value in a file."""
+    with pytest.raises(InvalidParamsError, match=r"mask of a masked array: fill it, by \.filled"):
+        array(np.ma.masked_equal([1.0, -999.0], -999.0))
+
+
 def test_what_is_no_array_is_refused(tmp_path) -> None:
     """Folders without one, Dask's arrays, texts, and damaged files."""
     with pytest.raises(InvalidParamsError, match=r"no Zarr array or group and no \.npy file at"):

@@ -283,6 +283,29 @@ def test_files_that_dont_agree_are_refused_by_file_and_column(other, what, tmp_p
         table(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("filters", "numbers"),
+    [
+        ([("count", "not in", [3])], [5, 6]),
+        ([("count", "!=", 3)], [5, 6]),
+        ([("count", "in", [None, 1])], [5]),
+        ([[("count", "not in", [3])], [("number", "==", 2)]], [2, 5, 6]),
+        ([("value", "!=", 3.0)], [2, 5, 6]),
+        ([("value", "not in", [3.0])], [2, 5, 6]),
+        ([("value", "in", [float("nan")])], [2]),
+    ],
+)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_null_never_passes_and_nan_does_wherever_it_lies(filters, numbers, tmp_path) -> None:
+    """By pyarrow, a null passes "not in"; and the statistics of a row group leave NaN out."""
+    values = pa.array([3.0, float("nan"), 3.0, 3.0, 1.0, 2.0])
+    counts = pa.array([3, None, 3, 3, 1, 2])
+    columns = {"number": [1, 2, 3, 4, 5, 6], "value": values, "count": counts}
+    folder = write(tmp_path / "a.parquet", columns, row_group_size=2)
+    rows = table(folder, columns=["number"], filters=filters)
+    assert only_batch(rows)["number"].tolist() == numbers
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_filters_choose_rows_and_leave_row_groups_unread(tmp_path) -> None:
     """Exactly the rows that pass, each once on any number of ranks; what the footer rules out
@@ -495,6 +518,11 @@ def test_what_float32_cant_hold_is_refused_or_warned_of(
         (
             [("number", ">=", "2")],
             "in which number is int64: Function 'greater_equal' has no kernel",
+        ),
+        ([("number", "in", ["2"])], "in which number is int64: Function"),
+        (
+            [("number", "<", 2**70)],
+            "filters [('number', '<', 1180591620717411303424)] can't be used",
         ),
         (pc.field("number") > 1, "write [(column, '==', value), ...]"),
     ],
