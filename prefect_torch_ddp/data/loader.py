@@ -166,7 +166,8 @@ class RankLoader:
             reader = dataset.reader(batches, self._shares, shuffle=shuffle)
             return reader, f"{order}: {reader.order}"
         shards = ShardReader(dataset, seed, shuffle=shuffle)
-        return shards, f"{order}, shuffled in blocks of {shards.block_size}" if shuffle else order
+        mixed = f", shuffled in blocks of {shards.block_size}" if shuffle else ""
+        return shards, f"{order}{mixed}: {shards.layout}"
 
     def _seeded(
         self, dataset: Any, seed: int, seed_samples: SeedSamples, *, gathers: bool

@@ -1,5 +1,6 @@
 """A dataset that is read shard by shard, in an exact order, from any position."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -139,6 +140,15 @@ class ShardReader(Dataset[Any]):
         # The only one may be this rank's own copy of it, by whatever name.
         names = {"shards": values_at(self._shards, some)} if len(self._shards) > 1 else {}
         return {**names, "num_samples(shard)": values_at(self._sizes, some)}
+
+    @property
+    def layout(self) -> str:
+        """Names the sizes of all shards, which determine the order, by a digest.
+
+        Names of shards don't count: they may be paths of each rank's own copies.
+        """
+        digest = hashlib.sha256(repr([*map(int, self._sizes)]).encode()).hexdigest()[:12]
+        return f"{len(self._sizes)} shards of sizes with the digest {digest}"
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
         """Return the samples at these positions; an id counts the samples before in `shards()`."""

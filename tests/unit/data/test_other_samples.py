@@ -1,6 +1,6 @@
 """A training that resumes in the middle of an epoch of other samples, as many as before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,25 @@ def numbers(start: int = 0, num: int = 16) -> TensorDataset:
     return TensorDataset(torch.arange(start, start + num))
 
 
+class Shards:
+    """Shards of so many numbers."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def shards(self) -> list[int]:
+        """Return their numbers."""
+        return [*range(len(self.sizes))]
+
+    def num_samples(self, shard: int) -> int:
+        """Return a shard's size."""
+        return self.sizes[shard]
+
+    def iter_shard(self, shard: int) -> Iterator[int]:
+        """Yield numbers."""
+        yield from range(self.sizes[shard])
+
+
 def copied(folder: Path, name: str) -> Any:
     """Return a table of 16 rows in a local copy."""
     return table(folder / name, local_copy=folder / "copies")
@@ -73,16 +92,17 @@ def copied(folder: Path, name: str) -> Any:
             lambda folder: ConcatDataset([Subset(copied(folder, "a"), range(16))]),
             lambda folder: ConcatDataset([Subset(copied(folder, "b"), range(16))]),
         ),
+        (lambda _: Shards(10, 6), lambda _: Shards(6, 10)),
     ],
-    ids=["Subset", "ConcatDataset", "StackDataset", "a wrapper", "nested"],
+    ids=["Subset", "ConcatDataset", "StackDataset", "a wrapper", "nested", "shards"],
 )
-def test_other_samples_of_torchs_datasets_arent_continued(
+def test_as_many_other_samples_arent_continued(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     before: Callable[[Path], Any],
     after: Callable[[Path], Any],
 ) -> None:
-    """Neither other indices, nor other files below what torch or a transform puts around them."""
+    """Of other indices, sizes or files, also below what torch or a transform puts around them."""
     numbered(tmp_path / "a", [8, 8], 8)
     numbered(tmp_path / "b", [10, 6], 8)
     with pytest.raises(KilledError):
