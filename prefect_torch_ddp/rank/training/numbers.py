@@ -111,6 +111,11 @@ class CheckpointNumbers:
         self.newest = manifest.step if is_ours else None
         self.ended_at = (manifest.step, self.newest) if had_ended and is_ours else None
 
+    def has_added_to(self, manifest: Manifest) -> bool:
+        """Return whether `steps` has made a step since a checkpoint."""
+        num_own = build(OwnSaves, manifest.position).num_own_numbers
+        return self.progress.step > manifest.step - num_own
+
     def begin_steps(self) -> None:
         """Note that `steps` was called."""
         self.has_begun, self.own_progress = True, None

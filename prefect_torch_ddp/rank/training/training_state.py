@@ -200,6 +200,20 @@ class TrainingState:
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._set_gone()
             self._check_resumed()
+            self._warn_of_no_step()
+
+    def _warn_of_no_step(self) -> None:
+        """Say on rank 0 if there was nothing to add to the run of `resume_from`: it looks new."""
+        restorer, numbers = self._restorer, self._numbers
+        if restorer is None or restorer.is_ours or (manifest := restorer.manifest) is None:
+            return
+        is_whole = numbers.has_begun and numbers.progress.stopped_by is None
+        if is_whole and self._info.rank == 0 and not numbers.has_added_to(manifest):
+            logger.warning(
+                "the training made no step: the checkpoint of step %d of run %s, which resume_from "
+                "names, has all that were asked for. To train on, ask for more epochs or steps",
+                *(manifest.step, manifest.run_id),
+            )
 
     def _check_resumed(self) -> None:
         """Refuse a `resume_from` of a training that takes nothing from there; rank 0 looks."""

@@ -222,3 +222,24 @@ def test_a_run_that_takes_no_model_from_another_is_refused(
                 pytest.fail("it trains")
     with RankContext.local(storage=tmp_path / "third", resume_from=first) as ctx:
         ctx.track(model=nn.Linear(1, 1), head=nn.Linear(1, 1))  # its new head keeps its own weights
+
+
+@pytest.mark.parametrize(("epochs", "warns"), [(2, True), (1, True), (3, False)])
+def test_a_run_that_adds_no_step_to_another_one_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, warns: bool
+) -> None:
+    """It ends as if it had trained, and has the other run's weights; its own retry is as usual."""
+
+    def train(epochs: int, **chosen: Any) -> None:
+        with RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP, **chosen) as ctx:
+            ctx.track(model=nn.Linear(4, 1))
+            loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
+            for _ in ctx.steps(loader, epochs=epochs):
+                pass
+
+    train(2, run_id="first")
+    train(epochs, run_id="second", resume_from="first")
+    says = "the training made no step: the checkpoint of step 6 of run first"
+    assert caplog.text.count(says) == warns
+    train(epochs, run_id="second", resume_from="first")
+    assert caplog.text.count(says) == warns
