@@ -5,6 +5,7 @@ The module is long by its docstrings, of which each has an example.
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from shlex import quote
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -487,6 +488,8 @@ class TrainReport(Result):
         last = done.failures[-1] if done.failures else None
         failed = f"{count(len(done.failures), 'attempt')}, last: " if last else ""
         again = f'TrainParams(..., resume_from="{self.run_id}")'
+        storage = quote(self.checkpoint.uri.rpartition("/runs/")[0])
+        command = f"prefect-torch-ddp resume {self.run_id} -o NAME=VALUE --storage {storage}"
         return [
             ("score", self.evaluation.score),
             ("trained", f"{steps} on {count(done.world_size, 'rank')}"),
@@ -498,7 +501,7 @@ class TrainReport(Result):
             ("checkpoint", f"step {self.checkpoint.step}"),
             ("report", self.report_uri or ""),
             ("in Prefect", self.flow_run_url or ""),
-            ("continue", f"{again} or: prefect-torch-ddp resume {self.run_id}"),
+            ("continue", f"{again} or: {command}"),
         ]
 
 

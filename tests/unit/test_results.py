@@ -21,11 +21,13 @@ model       s3://bucket/runs/r/model.pt
 checkpoint  step {LAST["step"]}
 report      s3://bucket/runs/r/report.html
 in Prefect  {URL}
-continue    TrainParams(..., resume_from="{RUN}") or: prefect-torch-ddp resume {RUN}"""
+continue    TrainParams(..., resume_from="{RUN}") or: prefect-torch-ddp resume {RUN} \
+-o NAME=VALUE --storage s3://bucket"""
 
 
 def test_a_report_prints_in_some_ten_lines() -> None:
-    """The text has score, steps, time, model, the place in Prefect, and how to continue."""
+    """The text has score, steps, time, model, the place in Prefect, and how to continue: by a
+    command that can be typed so, for a run that has ended, in its storage."""
     training = {**TRAINING, "failures": (FAILED,), "model_uris": MODEL}
     assert str(report(training=training, flow_run_url=URL, report_uri=HTML)) == PRINTED
 
