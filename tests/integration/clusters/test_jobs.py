@@ -6,10 +6,12 @@ The flows are those of deployments/clusters.
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,14 @@ from tests.integration.test_wheel import run
 from tests.support.gangs import all_gone, by_rank, pids_in, sleeping_gang
 from tests.support.runs import flow_run_id_of, logs_of, steered, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
+from tests.support.webhook import kept_posts
+from tests.support.workers import ROOT
 from tests.workloads import plain
 
 HELD_AT, NUM_STEPS = 6, 21
+SILENT_S = 30
+"""Without a checkpoint until an alert; more than the time between two, and than ranks need to
+start."""
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("prefect_api")]
 
@@ -103,13 +110,20 @@ def end_a_job(site: Site, folder: Path) -> int:
     return seen
 
 
-def outlive_the_jobs(site: Site, folder: Path) -> int:
-    """Wait until other jobs train than at first, and end the training; return a step of the first
-    ones."""
+def outlive_the_jobs(site: Site, folder: Path, posts: list[Any]) -> int:
+    """Wait until other jobs train than at first, which start only after an alert was posted, and
+    end the training; return a step of the first ones."""
+    partition = ("scontrol", "update", "PartitionName=batch")
     ranks = pids_in(folder, 2, 2 * HANG_S)
     wait_until((folder / "step").exists)
     seen, jobs = int((folder / "step").read_text()), set(site.job_ids())
-    wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 2 * HANG_S)
+    site.call(*partition, "State=DOWN")  # jobs that run aren't affected
+    try:
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 2 * HANG_S)
+        assert not posts, "checkpoints came all the time"
+        wait_until(lambda: posts, HANG_S, "the alert")
+    finally:
+        site.call(*partition, "State=UP")
     wait_until(lambda: not set(pids_in(folder, 2)) & set(ranks), 2 * HANG_S)
     later = set(site.job_ids())
     (folder / "enough").touch()
@@ -117,14 +131,29 @@ def outlive_the_jobs(site: Site, folder: Path) -> int:
     return seen
 
 
+def set_alerts(url: str, silent_s: int) -> None:
+    """Do what the page says on alerts, with another address and a shorter time."""
+    page = (DOCS / "batch_sites.md").read_text("utf-8")
+    (block,) = (
+        each for each in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "tell_" in each
+    )
+    typed = block.replace("https://hooks.example.com/...", url).replace("3600", str(silent_s))
+    typed = typed.replace("python", sys.executable)
+    subprocess.run(["bash", "-ec", typed], cwd=ROOT, check=True, timeout=COMMAND_S)
+
+
 def train_while(
-    ends_jobs: Callable[[Site, Path], int], site: Site, tmp_path: Path, cluster: ClusterParams
+    ends_jobs: Callable[[Site, Path], int],
+    site: Site,
+    tmp_path: Path,
+    cluster: ClusterParams,
+    **changes: Any,
 ) -> None:
     """Train while jobs end: without a retry, a restart or a word of failure, and from where they
     ended; `ends_jobs` returns a step that was reached before."""
     folder = tmp_path / "marks"
     given = {"retries": 0, "max_restarts": 0, "workers_timeout_s": 120, "cluster": cluster}
-    params = steered(folder, **given)
+    params = steered(folder, **given, **changes)
     with (
         ThreadPoolExecutor(1) as pool,
         # After so long the cluster ends the job of a worker that has left, by 15 s if nothing is
@@ -149,11 +178,24 @@ def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path) -> None:
-    """Slurm ends all jobs of a run; ranks save at its signal, and continue in the next jobs."""
+    """Slurm ends all jobs of a run; ranks save at its signal, and continue in the next jobs.
+
+    Meanwhile the queue starts none, and the alert that the page describes is posted once.
+    """
     cluster = example(site, tmp_path)
     ahead = ["--signal=B:USR1@30"]  # Slurm may be 30 s early
     cluster.cluster_kwargs.update(walltime="00:02:00", job_extra_directives=ahead)
-    train_while(outlive_the_jobs, site, tmp_path, cluster)
+    with kept_posts() as (url, posts):
+        set_alerts(url, SILENT_S)
+        often = CheckpointParams(every_s=1)
+        outlive = partial(outlive_the_jobs, posts=posts)
+        train_while(outlive, site, tmp_path, cluster, checkpoint=often)
+        (alert,) = posts
+    assert re.match(
+        r"Training \S+ of train-ddp/tests\.workloads\.tiny:Steered has committed no checkpoint for "
+        rf"{SILENT_S} s; its last event was of step \d+$",
+        alert["text"],
+    )
 
 
 def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """The automations that report failed trainings and resume crashed runs work on a real server;
 test_shell_blocks has the one that evaluates checkpoints."""
 
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -25,6 +22,7 @@ from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.waiting import HANG_S, wait_until
+from tests.support.webhook import kept_posts
 from tests.support.workers import ROOT
 
 pytestmark = [
@@ -37,24 +35,8 @@ pytestmark = [
 @pytest.fixture
 def posted() -> Iterator[tuple[str, list[Any]]]:
     """Run a web server that keeps what is posted to it."""
-    kept: list[Any] = []
-
-    class Keeper(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            kept.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Keeper)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/hook", kept
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with kept_posts() as url_and_posts:
+        yield url_and_posts
 
 
 def test_a_failed_training_is_told_of(
@@ -67,6 +49,11 @@ def test_a_failed_training_is_told_of(
     command = [sys.executable, "deployments/tell_of_failure.py"]
     for _ in range(2):  # the second replaces the first
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    too_short = [*command, "--silent-after", "9"]
+    refused = subprocess.run(
+        too_short, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
+    )
+    assert "nothing was registered: --silent-after is 9" in refused.stderr
     store, address = tmp_path / "store", dask_cluster.scheduler_address
     train_flow(params_of(store, address))
     fault = {"how": "raise", "step": 7, "rank": 1, "attempts": [1, 2]}
