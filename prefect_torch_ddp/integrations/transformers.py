@@ -1,5 +1,6 @@
 """Transformers' Trainer: `trainer.train(resume_from_checkpoint=attach(trainer))`."""
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,10 @@ from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _RNG = re.compile(r"rng_state_\d+\.pth$")
+_CUT = "epoch-ended-early"
+"""In commits of a training in which an epoch had fewer steps than Transformers computes."""
+
+logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer) -> str | None:
@@ -74,11 +79,19 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         # In a commit after which the Trainer itself was to end. Another run trains on from there.
         self._end = f"ended-{ctx.config.run_id}"
         self._has_ended = ctx.committed is not None and (ctx.committed / self._end).exists()
+        self._has_cut = ctx.committed is not None and (ctx.committed / _CUT).exists()
         self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
         self._ours: Path | None = None
 
     def on_train_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved_at = state.global_step
+        if self._has_cut and state.global_step > 0:
+            text = (
+                "an epoch ended early before the checkpoint of step %d, for example because of "
+                "should_epoch_stop: Transformers computes the position in the data from the step, "
+                "so the batches differ from those of an uninterrupted training"
+            )
+            logger.warning(text, state.global_step)
         has_ended = self._has_ended and state.global_step > 0
         self.is_done = has_ended or state.global_step >= state.max_steps
         control.should_training_stop |= self.is_done
@@ -101,6 +114,8 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
             self._is_left, control.should_save = control.should_save, False
 
     def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_whole = float(state.epoch or 0.0).is_integer()
+        self._has_cut |= not is_whole and not control.should_training_stop
         if control.should_save:
             self._asked_at = 0
         is_evaluated = self._keeps_best and control.should_evaluate
@@ -122,6 +137,8 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         folder, rank = Path(args.output_dir, f"checkpoint-{state.global_step}"), self._ctx.rank
         if rank == 0 and control.should_training_stop and state.global_step < state.max_steps:
             (folder / self._end).touch()
+        if rank == 0 and self._has_cut:
+            (folder / _CUT).touch()
         files = [
             path.relative_to(folder)
             for path in folder.rglob("*")

@@ -78,6 +78,7 @@ def transformers(
     stop_at: int | None = None,
     patience: int | None = None,
     ends_epoch_at: int | None = None,
+    cuts_epoch_at: int | None = None,
     cuda: bool = False,
     **options: Any,
 ) -> str:
@@ -85,7 +86,7 @@ def transformers(
 
     The options are those of its TrainingArguments that aren't as in other tests. After the first
     one, no evaluation counts as better, so that a patience ends it. A callback may end the epoch
-    after a step, and at the epoch's end the training.
+    after a step, and at the epoch's end the training, or only cut the epoch.
     """
     from transformers import (
         EarlyStoppingCallback,
@@ -108,7 +109,7 @@ def transformers(
                 ctx.request_stop("the test asks for it")
 
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_epoch_stop |= state.global_step == ends_epoch_at
+            control.should_epoch_stop |= state.global_step in (ends_epoch_at, cuts_epoch_at)
 
         def on_epoch_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop |= state.global_step == ends_epoch_at

@@ -11,7 +11,7 @@ from distributed import LocalCluster
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import CheckpointParams, ddp_task, list_runs, read_metrics
+from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task, list_runs, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, train_on
@@ -140,6 +140,29 @@ def test_what_a_trainer_evaluates_is_committed_with_its_value(
     committed = {each.step: each.metrics["eval_loss"] for each in list_manifests(storage, "run")}
     assert committed == losses.to_dict()
     assert list(committed) == expected
+
+
+@pytest.mark.parametrize("cuts_at", [None, 3])
+def test_a_trainer_that_resumes_after_an_epoch_was_cut_short_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cuts_at: int | None
+) -> None:
+    """Transformers computes other batches then; without such an epoch nothing is said."""
+
+    def die(step: int) -> None:
+        if step == 6:
+            raise ChildProcessError
+
+    def train(die_at: trainers.DieAt) -> None:
+        policy = CheckpointParams(every_s=None, every_steps=2)
+        with RankContext.local(storage=tmp_path, run_id="run", checkpoint=policy) as ctx:
+            options = {"cuts_epoch_at": cuts_at, "num_train_epochs": 2}
+            trainers.transformers(ctx, str(tmp_path), die_at, **options)
+
+    with pytest.raises(ChildProcessError):
+        train(die)
+    assert "ended early" not in caplog.text
+    train(None)
+    assert ("an epoch ended early" in caplog.text) is (cuts_at is not None)
 
 
 @pytest.mark.more
