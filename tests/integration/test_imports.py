@@ -6,6 +6,8 @@ import sys
 PREFECT, DASK = {"prefect", "prefect_dask", "prefect_aws"}, {"distributed", "dask"}
 TORCH = {"torch", "torchvision"}
 HEAVY = PREFECT | DASK | TORCH
+EXTRAS = {"pandas", "pyarrow", "zarr", "xarray", "datasets"}
+"""Of tables, arrays and Hugging Face."""
 VALUES = "TrainParams ClusterParams CheckpointParams TrainReport Report RankFailedError"
 EVERY_GANG_MODULE = """
 import importlib, pkgutil, prefect_torch_ddp.gang as gang
@@ -33,6 +35,7 @@ STEPS = [
     (EVERY_GANG_MODULE, PREFECT | TORCH),
     ("ours.ddp_task", TORCH),
     ("ours.train_flow", TORCH),
+    ("from prefect_torch_ddp.data import array, table", set[str]()),
 ]
 
 
@@ -43,7 +46,8 @@ def test_a_fresh_interpreter_loads_only_what_it_needs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     for (step, unneeded), line in zip(STEPS, done.stdout.splitlines(), strict=True):
-        assert not {name.partition(".")[0] for name in line.split()} & unneeded, step
+        loaded = {name.partition(".")[0] for name in line.split()}
+        assert not loaded & (unneeded | EXTRAS), step
 
 
 def test_the_commands_help_loads_nothing_heavy() -> None:

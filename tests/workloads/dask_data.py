@@ -1,6 +1,7 @@
 """A table and arrays that Dask computes; ranks train on windows of them, and fail if told."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ class Table:
 
     @staticmethod
     def prepare(ctx: RankContext) -> object:
-        """Return a Dask DataFrame."""
+        """Return a Dask DataFrame; one of its partitions may kill a worker, see `part`."""
         import dask.dataframe as dd
 
-        return dd.from_map(part, range(NUM_PARTS), meta=META)
+        make = partial(part, dies_in=ctx.options.get("dies_in"))
+        return dd.from_map(make, range(NUM_PARTS), meta=META)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
@@ -64,8 +66,8 @@ class Array:
 
     @staticmethod
     def prepare(ctx: RankContext) -> object:
-        """Return a Dataset of xarray."""
-        return grids()
+        """Return a Dataset of xarray; one of its blocks may kill a worker, see `grid`."""
+        return grids(ctx.options.get("dies_in"))
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Flows on what Dask prepared lose ranks, a Dask worker and their own process, in mid-epoch."""
+"""Flows on what Dask prepares lose a Dask worker meanwhile, and in mid-epoch ranks, a Dask worker
+and their own process."""
 
 import os
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_whatever_is_killed_the_weights_are_the_undisturbed_ones(
     bucket = chain_s3_server.storage().uri
     changes = {
         "storage": bucket,
+        "data_options": {"dies_in": str(tmp_path)},
         "options": {"faults": faults(tmp_path / "mark")},
         "cluster": ClusterParams(),
         "max_restarts": 3,
@@ -61,6 +63,7 @@ def test_whatever_is_killed_the_weights_are_the_undisturbed_ones(
         wait_until((tmp_path / "mark" / "0").exists)
         _, run_id = newest_run()
         process.kill()
+    assert (tmp_path / "died").exists(), "a Dask worker, in the preparation"
     wait_until(lambda: newest_flow_run().state_name == "Crashed")
     retry_train_flow(os.environ["PREFECT_API_URL"], run_id, tmp_path / "home")
     (record,) = list_records(storage_from_uri(bucket))

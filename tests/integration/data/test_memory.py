@@ -1,16 +1,26 @@
-"""A rank holds two windows of a table or an array, however large that is."""
+"""A rank holds two windows of a table or an array, and a Dask worker that prepares one holds what
+Dask computes at once, however large it is."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+import dask.array as da
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import array, table
+from prefect_torch_ddp.protocol.prepared import LazyDataset
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.support.gangs import own_cluster
 from tests.support.ranks import config_for, train_on
 
 zarr = pytest.importorskip("zarr")
@@ -106,3 +116,41 @@ def test_a_local_copy_is_only_in_the_page_cache(tmp_path) -> None:
     assert found["decoding"] < LIMIT_BYTES
     assert found["mapped"] > DATASET_BYTES
     assert found["grew"] < 8 * MB
+
+
+def part(number: int) -> pd.DataFrame:
+    """Return 8 MB of noise."""
+    values = np.random.default_rng(number).random((CHUNK_ROWS * 4, ROW_BYTES // 4), "float32")
+    return pd.DataFrame(values, columns=[f"c{i}" for i in range(values.shape[1])])
+
+
+def collection(kind: str, num: int) -> LazyDataset:
+    """Describe so many partitions or blocks of 8 MB."""
+    if kind == "table":
+        made: Any = dd.from_map(part, range(num), meta=part(0)[:0])
+        return LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(made))
+    rows, width = CHUNK_ROWS * 4, ROW_BYTES // 8
+    made = da.random.default_rng(0).random((rows * num, width), chunks=(rows, width))
+    return LazyDataset("dask.array.Array", "arrays", cloudpickle.dumps(made))
+
+
+def count_peak_from_now() -> int:
+    """Return this process's memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+@pytest.mark.parametrize("kind", ["array", "table"])
+def test_a_preparation_needs_the_memory_of_what_is_computed_at_once(kind, tmp_path) -> None:
+    """256 MB in parts of 8 MB: the memory of a worker, and that of who waits, grows by less than
+    64 MB."""
+    storage, logger = DirectoryStorage(tmp_path / "store"), logging.getLogger("test")
+    num = DATASET_BYTES // WINDOW_BYTES
+    with own_cluster(1) as (_, client):
+        publish_computed(client, storage, "few", collection(kind, 2), logger)  # loads what it needs
+        (before,), own = client.run(count_peak_from_now).values(), count_peak_from_now()
+        made = publish_computed(client, storage, "all", collection(kind, num), logger)
+        (peak,), own_peak = client.run(memory, "VmHWM").values(), memory("VmHWM")
+    assert made.num_bytes > 0.8 * DATASET_BYTES
+    assert peak - before < LIMIT_BYTES
+    assert own_peak - own < LIMIT_BYTES
