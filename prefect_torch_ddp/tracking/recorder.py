@@ -16,6 +16,7 @@ from prefect_torch_ddp.errors import (
     TaskCancelled,
     is_superseded,
 )
+from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
@@ -315,6 +316,8 @@ class RunRecorder:
 
 
 def _is_last(error: BaseException) -> bool:
+    if isinstance(error, GangCancelledError) and own_worker_leaves():
+        return False  # Dask, or the flow, has the task run elsewhere
     context = TaskRunContext.get()
     num_left = context.task.retries + 1 - context.task_run.run_count if context else 0
     return decide(TaskFailure(error), None, num_left).action is Action.RAISE

@@ -3,18 +3,20 @@
 import os
 import re
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Status, get_worker
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
+    GangCancelledError,
     RankContext,
     RankFailedError,
     ddp_task,
@@ -30,6 +32,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report import markdown
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tracking.digest import value_digest
+from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, report_of
 from tests.support.waiting import wait_until
@@ -247,3 +250,30 @@ def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     lines = DirectoryStorage(tmp_path).list(f"runs/{record.run_id}/logs/")
     assert len([each.key for each in lines]) == 4
     wait_until(lambda: any("said by a rank" in log.message for log in logs_of(UUID(flow_run_id))))
+
+
+def _ends_cancelled(record: RunRecord, storage: DirectoryStorage, *, leaves: bool) -> bool:
+    """End a training's record as a task does that isn't wanted; tell whether that was the last."""
+    worker = get_worker()
+    if leaves:
+        worker.status = Status.closing_gracefully  # as the scheduler does when it retires one
+    try:
+        recorder = RunRecorder(storage, record)
+        recorder.end(GangCancelledError("Dask has taken this task"))
+        return recorder.is_last
+    finally:
+        worker.status = Status.running
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_what_a_leaving_worker_ends_isnt_over(tmp_path: Path, leaves: bool) -> None:
+    """Its task is run again elsewhere: it told of a cancelled training, which went on."""
+    began = datetime.now(UTC)
+    record = RunRecord(run_id="r", experiment="e", workload="w", began=began, storage="s")
+    storage = DirectoryStorage(tmp_path)
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        ended = client.submit(_ends_cancelled, record, storage, leaves=leaves)
+        assert ended.result(60) is not leaves
