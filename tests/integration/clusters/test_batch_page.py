@@ -17,6 +17,7 @@ from tests.integration.clusters.sites import Site
 from tests.integration.test_manual import answers, terminal
 from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, wait_until
+from tests.wheel.golden import differences
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = (DOCS / "batch.md", DOCS / "batch_sites.md")
@@ -81,6 +82,8 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
     assert "#SBATCH -A project-1" in said["doctor"]
     assert "nothing is wrong" in said["doctor"]
     assert "accuracy" in said["train"]
+    differs = differences("a_batch_run", said["train"], tmp_path)
+    assert not differs, "\n".join(["golden/a_batch_run.txt differs:", *differs])
     runs = list_records(DirectoryStorage(tmp_path / "runs"))
     jobs = [(project / name).read_text() for name in ("one_job.log", "flow_job.log")]
     assert [run.state for run in runs] == ["completed"] * 4, jobs
