@@ -103,13 +103,13 @@ class Format:
             ValueError, TypeError, KeyError, AttributeError: it is damaged; see `DAMAGE`.
         """
         values = json.loads(data)
-        digest = values.pop(_SHA256) if self.is_checksummed else None
         read = dict(values)
         checked = self.check(values, where)
-        # After the format: a newer one may have another digest.
-        if digest is not None and digest != _digest(read):
-            msg = "its content doesn't match its sha256"
-            raise ValueError(msg)
+        if self.is_checksummed:  # after the format: a newer one may have another digest
+            del checked[_SHA256]
+            if read.pop(_SHA256) != _digest(read):
+                msg = "its content doesn't match its sha256"
+                raise ValueError(msg)
         return checked
 
 

@@ -214,6 +214,22 @@ def test_a_file_of_a_higher_format_is_refused_and_stays(
         assert storage.read(key) == newer
 
 
+@pytest.mark.parametrize("kind", ["manifest", "resume record", "end"])
+def test_a_higher_format_may_name_its_digest_otherwise(
+    storage: DirectoryStorage, kind: str
+) -> None:
+    """It is refused by name all the same, and not taken for damaged."""
+    key = KINDS[kind].key
+    values = {**json.loads(storage.read(key)), **NEWER}
+    values["blake3"] = values.pop("sha256")
+    storage.write(key, json.dumps(values).encode())
+    before = snapshot(storage)
+    for use in (KINDS[kind].read, one_more_epoch):
+        with pytest.raises(NewerFormatError, match=rf"{key} is a .* of format 7"):
+            use(storage)
+        assert before.items() <= snapshot(storage).items()
+
+
 def test_every_format_is_tried() -> None:
     """Here, or by the tests of what writes it: this storage has no file of those three kinds."""
     elsewhere = (STATISTICS, TENSORBOARD, WANDB)
