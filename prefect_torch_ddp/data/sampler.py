@@ -52,6 +52,11 @@ WITHOUT_DATA = BatchShare(0, 0, 0, 0, is_last=False)
 """What a step has whose batch, if any, isn't ours."""
 
 
+def short_digest(content: bytes | memoryview) -> str:
+    """Return twelve hexadecimal digits that tell it from others: an order, or what data are."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def mix_seed(*parts: int) -> int:
     """Mix whole numbers into one seed of 63 bits: the same on every machine and Python.
 
@@ -112,7 +117,7 @@ class OwnOrder:
             msg = f"{what}, and the dataset has samples 0 to {self.num_samples - 1}"
             raise InvalidParamsError(msg)
         values = values.astype(np.int32 if self.num_samples < 2**31 else np.int64)
-        digest = hashlib.sha256(values.tobytes()).hexdigest()[:12]
+        digest = short_digest(values.tobytes())
         if self.digests.setdefault(epoch, digest) != digest:
             msg = (
                 f"order({epoch}) returned other samples than before: it may depend on the epoch "
@@ -213,7 +218,7 @@ class GlobalBatches:
         if self.own_order is not None:
             return "an order of your own"
         if self.weights is not None:
-            digest = hashlib.sha256(self.weights.tobytes()).hexdigest()[:12]
+            digest = short_digest(self.weights.tobytes())
             return f"draws of seed {self.seed} by weights with the digest {digest}"
         return f"the order of seed {self.seed}" if self.shuffle else "their own order"
 

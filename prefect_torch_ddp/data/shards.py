@@ -1,6 +1,5 @@
 """A dataset that is read shard by shard, in an exact order, from any position."""
 
-import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,13 @@ import torch
 from torch.utils.data import Dataset
 
 from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
-from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, RankShares, mix_seed
+from prefect_torch_ddp.data.sampler import (
+    BatchKeys,
+    GlobalBatches,
+    RankShares,
+    mix_seed,
+    short_digest,
+)
 from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.data.traits import Trait, spread, values_at
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -147,7 +152,7 @@ class ShardReader(Dataset[Any]):
 
         Names of shards don't count: they may be paths of each rank's own copies.
         """
-        digest = hashlib.sha256(repr([*map(int, self._sizes)]).encode()).hexdigest()[:12]
+        digest = short_digest(repr([*map(int, self._sizes)]).encode())
         return f"{len(self._sizes)} shards of sizes with the digest {digest}"
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:

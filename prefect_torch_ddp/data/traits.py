@@ -7,7 +7,6 @@ folders and signatures of paths, the last digits of floats, values of unknown ty
 that one rank has filled and another has not yet.
 """
 
-import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from prefect_torch_ddp.data.fetching import HasLayout, WholeBatches
+from prefect_torch_ddp.data.sampler import short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def layout_of(dataset: object) -> str:
     except Exception:
         logger.debug("nothing is known of a %s", type(dataset).__name__, exc_info=True)
         return ""
-    return f"parts with the digest {_digest(repr(found).encode())}" if found else ""
+    return f"parts with the digest {short_digest(repr(found).encode())}" if found else ""
 
 
 def _layouts(dataset: Any, depth: int) -> Iterator[str]:
@@ -75,12 +75,12 @@ def _layouts(dataset: Any, depth: int) -> Iterator[str]:
 def _choices(dataset: object, own: Mapping[str, Any]) -> Iterator[str]:
     """Yield what says which samples a dataset has, and in which order, with a digest."""
     if isinstance(dataset, Subset) and _is_column(own["indices"]):
-        yield f"indices {_digest(np.asarray(own['indices']).astype(np.int64).tobytes())}"
+        yield f"indices {short_digest(np.asarray(own['indices']).astype(np.int64).tobytes())}"
     elif isinstance(dataset, ConcatDataset):
-        yield f"ends {_digest(repr(own['cumulative_sizes']).encode())}"
+        yield f"ends {short_digest(repr(own['cumulative_sizes']).encode())}"
     elif own.keys() >= {"root", "samples"} and _is_column(own["samples"]):  # torchvision's
         names = "\n".join(str(path) for path, _ in own["samples"]).replace(str(own["root"]), "")
-        yield f"names {_digest(names.encode(errors='surrogateescape'))}"
+        yield f"names {short_digest(names.encode(errors='surrogateescape'))}"
 
 
 def _below(dataset: object, own: Mapping[str, Any]) -> Iterable[Any]:
@@ -90,10 +90,6 @@ def _below(dataset: object, own: Mapping[str, Any]) -> Iterable[Any]:
         return list(members.values()) if isinstance(members, Mapping) else list(members)
     inner = own.get("dataset")  # of a Subset, or of what adds a transform, for example
     return [] if _length(inner) is None else [inner]
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def spread(length: int) -> list[int]:

@@ -1,6 +1,5 @@
 """The samples of arrays, in pieces that are read at once, and the batches made of them."""
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -18,6 +17,7 @@ from prefect_torch_ddp.data.arrays.variables import (
     digest_of_coordinates,
     has_nan,
 )
+from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.data.traits import Trait, spread
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 
@@ -101,8 +101,8 @@ class ArrayPieces:
             for each in self.found.variables
         ]
         what = (self.form.names, self.form.shapes, [*self.axes], sizes, coordinates, contents)
-        digest = hashlib.sha256(repr(what).encode(errors="surrogatepass"))
-        return f"arrays with the digest {digest.hexdigest()[:12]}"
+        digest = short_digest(repr(what).encode(errors="surrogatepass"))
+        return f"arrays with the digest {digest}"
 
     def __len__(self) -> int:
         return prod(axis.num for axis in self.axes)

@@ -4,7 +4,6 @@ pyarrow decodes. The bytes come through `Readable.read_many`, so any storage and
 them, and a file that was replaced since it was listed is an error.
 """
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from prefect_torch_ddp.data.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
 from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet
+from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.locate import is_path
 from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readable
@@ -265,7 +265,7 @@ def _file(found: Found, tail: bytes) -> TableFile:
         metadata = pq.read_metadata(pa.BufferReader(tail))
     except (pa.ArrowException, OSError) as error:
         raise _no_parquet(found, str(error)) from error
-    return TableFile(*found, metadata, hashlib.sha256(tail).hexdigest()[:12])
+    return TableFile(*found, metadata, short_digest(tail))
 
 
 def names_below(files: Sequence[TableFile]) -> list[str]:

@@ -1,6 +1,5 @@
 """Files of NumPy's, read in place: one, or the parts of an array that Dask workers wrote."""
 
-import hashlib
 import io
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from prefect_torch_ddp.data.arrays.variables import (
     tensor_dtype,
 )
 from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
@@ -165,5 +165,5 @@ def _opened(source: Readable, listed: ListedObject, uri: str) -> _NpyFile:
     if not dtype.hasobject and head.tell() + dtype.itemsize * prod(shape) != listed.num_bytes:
         msg = f"{uri} has {listed.num_bytes} bytes, which aren't those of its header: replace it"
         raise StorageError(msg)
-    digest = hashlib.sha256(head.getbuffer()).hexdigest()[:12]
+    digest = short_digest(head.getbuffer())
     return _NpyFile(source, listed, head.tell(), shape, dtype, digest)
