@@ -17,6 +17,7 @@ from prefect_torch_ddp.errors import (
     GangHungError,
     RankFailedError,
     SchedulerLostError,
+    SupersededError,
     SupervisorLostError,
     VersionConflictError,
     WorkerLostError,
@@ -71,6 +72,8 @@ class TaskFailure:
     """A Prefect task has failed."""
 
     error: BaseException
+    worker_leaves: bool = False
+    """Whether its Dask worker is on its way out."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,13 @@ def decide(failure: Failure, before: FailureRecord | None, left: int) -> Decisio
         before: the failure of the attempt before, if there was one.
         left: how many more tries the one who asks has: restarts, retries or submissions.
     """
+    if (decision := _continued(failure)) is not None:
+        return decision
     match failure:
-        case AttemptFailure(error=GangGrowsError() as error):
-            return Decision(Action.GROW, str(error))
-        case AttemptFailure(record=FailureRecord(is_move=True) as now):
-            return Decision(Action.MOVE, now.summary)
         case AttemptFailure():
             why_not = _why_hopeless(failure, before)
+        case TaskFailure(GangCancelledError() | SupersededError(), worker_leaves=True):
+            return Decision(Action.MOVE, "Dask, or the flow, runs the task again elsewhere")
         case TaskFailure(error):
             why_not = _why_final(error)
         case TaskLoss(cluster_lives=lives):
@@ -139,6 +142,19 @@ def record_of(error: GangError, attempt: int, world_size: int, moved_at: int = 0
     # An object without a __repr__ shows its address, which differs in each attempt.
     fingerprint = _ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")
     return replace(record, fingerprint=fingerprint)
+
+
+def _continued(failure: Failure) -> Decision | None:
+    """Return what follows if nothing went wrong: the training continues on other workers."""
+    match failure:
+        case AttemptFailure(error=GangGrowsError() as error):
+            return Decision(Action.GROW, str(error))
+        case AttemptFailure(record=FailureRecord(is_move=True) as now):
+            return Decision(Action.MOVE, now.summary)
+        case TaskFailure(GangCancelledError() | SupersededError(), worker_leaves=True):
+            why = "its worker leaves, so Dask or the flow runs the task again elsewhere"
+            return Decision(Action.MOVE, why)
+    return None
 
 
 def _why_hopeless(failure: AttemptFailure, before: FailureRecord | None) -> str | None:

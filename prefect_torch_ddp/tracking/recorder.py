@@ -316,11 +316,9 @@ class RunRecorder:
 
 
 def _is_last(error: BaseException) -> bool:
-    if isinstance(error, GangCancelledError) and own_worker_leaves():
-        return False  # Dask, or the flow, has the task run elsewhere
     context = TaskRunContext.get()
     num_left = context.task.retries + 1 - context.task_run.run_count if context else 0
-    return decide(TaskFailure(error), None, num_left).action is Action.RAISE
+    return decide(TaskFailure(error, own_worker_leaves()), None, num_left).action is Action.RAISE
 
 
 def _cause_of(error: BaseException | None) -> str:

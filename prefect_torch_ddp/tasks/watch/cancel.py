@@ -28,6 +28,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
+from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,10 +48,10 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return work(*args, **kwargs)
     except (GangCancelledError, SupersededError) as error:
         get_run_logger().warning("%s", error)
-        if own_worker_leaves():
-            # Dask or the flow runs the task again elsewhere: what this one said would be taken
-            # for the word of that one. The thread ends with its process, which doesn't wait for
-            # a thread that has left the worker's pool.
+        if decide(TaskFailure(error, own_worker_leaves()), None, 0).action is Action.MOVE:
+            # What this one said would be taken for the word of the one that runs elsewhere. The
+            # thread ends with its process, which doesn't wait for a thread that has left the
+            # worker's pool.
             with suppress(KeyError):
                 secede(adjust=False)
             threading.Event().wait()

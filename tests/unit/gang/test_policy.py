@@ -201,6 +201,13 @@ def test_a_failed_task_is_not_retried_if_its_failure_comes_back(kind: str) -> No
     assert (decision.action, decision.is_final) == (Action.RAISE, True)
 
 
+@pytest.mark.parametrize("kind", ["a cancel", "superseded", "wrong parameters"])
+def test_a_task_whose_worker_leaves_moves_if_it_was_stopped_for_that(kind: str) -> None:
+    """It uses up no retry, and what ended otherwise doesn't move."""
+    action = decide(TaskFailure(FINAL[kind], worker_leaves=True), None, 0).action
+    assert action is (Action.RAISE if kind == "wrong parameters" else Action.MOVE)
+
+
 @pytest.mark.parametrize(
     ("lives", "left", "action"),
     [
