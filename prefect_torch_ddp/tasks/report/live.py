@@ -43,8 +43,11 @@ from prefect_torch_ddp.tasks.report.report_file import ReportFile
 from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
-FINISH_TIMEOUT_S = 10.0
-"""How long a training's end waits for everything that is to be shown, recorded and sent."""
+FINISH_TIMEOUT_S = 20.0
+"""How long a training's end waits for everything that is to be shown and recorded: a request that
+meets a busy server is given up after 5 s, and tried again."""
+RETRY_S = 0.5
+"""Between two tries to write the end."""
 
 
 class LiveReport:
@@ -85,7 +88,10 @@ class LiveReport:
         """What was read, by the names of RunView."""
         self._lock = threading.Lock()
         self._has_news = True
-        self._is_over = False
+        self._give_up_s: float | None = None
+        """Once the training is over: until when its end may be shown and recorded."""
+        self._is_whole = False
+        """Whether its end has been."""
         self._wake = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
@@ -134,17 +140,16 @@ class LiveReport:
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         # The end is shown at once, if the API and the storage answer.
-        deadline_s = time.monotonic() + FINISH_TIMEOUT_S
         self._recorder.end(error)
         with self._lock:
             state = self._recorder.record.state
             finished: Status = "trained" if self._is_published else "finished"
             self._training.status = finished if state == "completed" else state
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
-            self._is_over = True
+            self._give_up_s = time.monotonic() + FINISH_TIMEOUT_S
         self._wake.set()
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():
+        self._thread.join(FINISH_TIMEOUT_S)
+        if not self._is_whole:
             msg = "the run's record and page may lack the end: they weren't written within %.0f s"
             self._logger.warning(msg, FINISH_TIMEOUT_S)
         lines = self._last_lines() if self._is_end else []
@@ -160,7 +165,8 @@ class LiveReport:
     def _is_end(self) -> bool:
         """Whether the training has ended, isn't tried again, and no other task follows it."""
         is_followed = self._is_published and self._recorder.record.state == "completed"
-        return self._is_over and self._recorder.is_last and not is_followed
+        is_over = self._give_up_s is not None
+        return is_over and self._recorder.is_last and not is_followed
 
     def _last_lines(self) -> list[str]:
         """Say how to continue, and where what is shown is; the report comes last."""
@@ -174,24 +180,36 @@ class LiveReport:
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), ExitStack() as stack:
-            last = False
-            while not last:
-                # Asked before writing: what is written after the flag went up is the end.
-                last = self._is_over
+            # Asked before writing: what is written after the training was over is the end.
+            while self._give_up_s is None:
                 self._try("write the run's record", self._recorder.write)
-                self._read(is_last=last)
-                if last:
-                    self._settle()
-                    self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
-                    self._try("write the run's record", self._recorder.write)
+                self._read(is_last=False)
                 # A training that continues elsewhere keeps its page.
                 if not self._recorder.is_superseded:
-                    file = ReportFile(self._storage, self._view()).start() if last else None
                     self._try("be written", self._write, stack)
-                    self._keep(file)
-                if not last:
-                    self._wake.wait(self._interval_s)
-                    self._wake.clear()
+                self._wake.wait(self._interval_s)
+                self._wake.clear()
+            self._write_end(stack, self._give_up_s)
+
+    def _write_end(self, stack: ExitStack, give_up_s: float) -> None:
+        """Write the record and the page until both are taken, or until it is given up."""
+        self._try("write the run's record", self._recorder.write)
+        self._read(is_last=True)
+        self._settle()
+        self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
+        is_recorded = self._try("write the run's record", self._recorder.write)
+        # What the last update wrote may have been the end already, before it was read.
+        with self._lock:
+            self._has_news = True
+        is_elsewhere = self._recorder.is_superseded
+        file = None if is_elsewhere else ReportFile(self._storage, self._view()).start()
+        is_shown = is_elsewhere or self._try("be written", self._write, stack)
+        self._keep(file)
+        while not (is_recorded and is_shown) and time.monotonic() < give_up_s:
+            self._wake.wait(RETRY_S)
+            is_recorded = is_recorded or self._try("write the run's record", self._recorder.write)
+            is_shown = is_shown or self._try("be written", self._write, stack)
+        self._is_whole = is_recorded and is_shown
 
     def _read(self, *, is_last: bool) -> None:
         before = self._readings.curves
@@ -222,8 +240,7 @@ class LiveReport:
             client, per_task = stack.enter_context(artifact_client()), not self._is_published
             self._writer = ArtifactWriter(client, *self._run_ids, per_task=per_task)
         with self._lock:
-            # The end is written whatever came before: it has been read again.
-            if not (self._has_news or self._is_over):
+            if not self._has_news:
                 return
             self._has_news = False
         view = self._view()
@@ -247,7 +264,7 @@ class LiveReport:
             training,
             elapsed_s=time.monotonic() - self._started_s,
             updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-            is_tried_again=self._is_over and not self._recorder.is_last,
+            is_tried_again=self._give_up_s is not None and not self._recorder.is_last,
             logs=LogFolder(self._storage, record.run_id).uri,
             links=self._links,
             **self._shown,
@@ -268,11 +285,13 @@ class LiveReport:
             else:
                 self._kept = file.uri
 
-    def _try(self, what: str, work: Callable[..., None], *args: Any) -> None:
+    def _try(self, what: str, work: Callable[..., None], *args: Any) -> bool:
         try:
             work(*args)
         except Exception as error:  # noqa: BLE001 - the training continues whatever happens here
             if what not in self._warned:
                 self._warned.add(what)
-                words = "training continues, and it is tried again"
-                self._logger.warning("the live report can't %s now; %s: %r", what, words, error)
+                words = "" if self._give_up_s else "; training continues, and it is tried again"
+                self._logger.warning("the live report can't %s now%s: %r", what, words, error)
+            return False
+        return True

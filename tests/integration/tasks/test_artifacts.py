@@ -189,6 +189,44 @@ def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_ba
     assert len(warnings()) == 1
 
 
+@pytest.mark.parametrize("num_lost", [3, None])
+def test_the_end_is_tried_again_if_the_server_does_not_take_it(
+    prefect_server, caplog, num_lost, monkeypatch
+):
+    """Until the server answers, or for as long as an end may take, and then the log says so."""
+    monkeypatch.setattr(live, "FINISH_TIMEOUT_S", HANG_S if num_lost else 2.0)
+    run_id = f"ends-badly-{time.time_ns()}"
+    tries: list[None] = []
+    is_over = False
+
+    def outage() -> Fault | None:
+        if not is_over or len(tries) == num_lost:
+            return None
+        tries.append(None)
+        return lose_the_answer
+
+    def pages() -> list[str]:
+        with get_client(sync_client=True) as client:
+            found = client.read_artifacts(sort=ArtifactSort.UPDATED_DESC)
+        return [str(one.data) for one in found if run_id in str(one.data)]
+
+    with (
+        Wire(prefect_server.removesuffix("/api"), outage=outage) as wire,
+        temporary_settings({PREFECT_API_URL: f"{wire.endpoint_url}/api"}),
+        caplog.at_level(logging.WARNING),
+        live_report(run_id=run_id, interval_s=600.0),
+    ):
+        wait_until(pages)
+        is_over = True
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        is_shown = any(page.startswith("# digits: trained") for page in pages())
+    said = [each.getMessage() for each in caplog.records]
+    assert len([each for each in said if "can't be written now" in each]) == 1
+    assert not any("training continues" in each for each in said)
+    assert any("may lack the end" in each for each in said) is (num_lost is None)
+    assert is_shown is (num_lost is not None)
+
+
 @dataclass(frozen=True)
 class NoReports(Shelf):
     """A storage that doesn't take reports: it refuses them, or never answers."""
