@@ -165,7 +165,8 @@ class NewerFormatError(StorageError):
     """A stored file was written in a format of a later version of this package or of torch.
 
     The message names the file, its format, and what to install. Such a file is not damaged:
-    nothing is used in its place, and neither it nor what it names is deleted.
+    nothing is used in its place, and neither it nor what it names is deleted. The same holds for a
+    file whose format can't be understood, such as a text.
 
     Example:
         Read a run that a colleague's newer version may have written:

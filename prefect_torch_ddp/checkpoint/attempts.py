@@ -129,15 +129,21 @@ def record_end(storage: Storage, run_id: str, last: CheckpointId) -> None:
 def had_ended(storage: Storage, run_id: str, checkpoint: CheckpointId) -> bool:
     """Tell whether the training's function had ended with this checkpoint.
 
+    A damaged record is left out, with a warning: the function runs again from the checkpoint.
+
     Raises:
         NewerFormatError: the record of the end is of a newer format.
         StorageError: the storage can't be read.
     """
     key = ended_key(run_id)
-    with suppress(ObjectNotFoundError, *DAMAGE):
+    try:
         record = ENDED.from_bytes(storage.read(key), location(storage, key))
         return CheckpointId(record["step"], record["attempt"]) == checkpoint
-    return False
+    except ObjectNotFoundError:
+        return False
+    except DAMAGE as error:
+        logger.warning("%s is damaged and left out: %r", key, error)
+        return False
 
 
 def superseded_test(storage: Storage, run_id: str) -> Callable[[CheckpointId], bool]:

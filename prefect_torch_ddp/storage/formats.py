@@ -6,7 +6,8 @@ Every JSON object, and the first line of every file of JSON lines, has a `format
 Within a format a later version may add fields. A reader ignores those that it doesn't know, so
 each must be one that may be ignored; whoever reads a file and writes it back keeps them. Any
 other change takes a higher format. A file of a higher format is a `NewerFormatError`. It is not
-damaged, so no older one may be taken in its place, and nothing that it names may be deleted.
+damaged, so no older one may be taken in its place, and nothing that it names may be deleted. So
+is a file whose format is something else than a number from 1: what it is isn't guessed.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ class Format:
             where: the file's URI, for the error.
 
         Raises:
-            NewerFormatError: they are of a newer format.
+            NewerFormatError: they are of a newer format, or of one that can't be understood.
             ValueError: they have no format.
         """
         if not isinstance(values, dict) or _FORMAT not in values:
@@ -75,11 +76,16 @@ class Format:
         number = values.pop(_FORMAT)
         version = values.pop(_VERSION, None)
         if type(number) is not int or number < 1:
-            msg = f"its format is {number!r}"
-            raise ValueError(msg)
+            msg = (
+                f"{where} is a {self.kind} whose format is {json.dumps(number)}, and formats are "
+                "whole numbers from 1. It is left as it is: put back a copy of it, or install the "
+                "version of prefect-torch-ddp that wrote it"
+            )
+            raise NewerFormatError(msg)
         if number > self.number:
-            wrote = f", which version {version} wrote" if version else ""
-            install = f"{version} or newer" if version else "a newer version"
+            is_named = isinstance(version, str)
+            wrote = f", which version {version} wrote" if is_named else ""
+            install = f"{version} or newer" if is_named else "a newer version"
             msg = (
                 f"{where} is a {self.kind} of format {number}{wrote}; prefect-torch-ddp "
                 f"{__version__} reads formats up to {self.number}. Install {install} of "
@@ -99,7 +105,7 @@ class Format:
         """Return the values of a JSON file.
 
         Raises:
-            NewerFormatError: it is of a newer format.
+            NewerFormatError: see `check`.
             ValueError, TypeError, KeyError, AttributeError: it is damaged; see `DAMAGE`.
         """
         values = json.loads(data)

@@ -126,6 +126,31 @@ def test_a_newer_format_is_refused_by_name(
     assert before.items() <= snapshot(storage).items()
 
 
+@pytest.mark.parametrize("odd", ["2", True, 1.5, -1, None], ids=json.dumps)
+@pytest.mark.parametrize(("key", "do"), REFUSED.values(), ids=REFUSED)
+def test_a_format_that_is_no_number_is_refused_by_name(
+    storage: DirectoryStorage, key: str, do: Callable[[Storage], object], odd: object
+) -> None:
+    """It isn't taken for damage: no older checkpoint is taken, and nothing is overwritten."""
+    rewrite(storage, key, {"format": odd})
+    before = snapshot(storage)
+    says = rf"{storage.uri}/{key} is a .* whose format is {json.dumps(odd)}, .* left as it is"
+    with pytest.raises(NewerFormatError, match=says):
+        do(storage)
+    assert before.items() <= snapshot(storage).items()
+
+
+def test_a_damaged_record_of_the_end_is_warned_of(
+    storage: DirectoryStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training continues as if it hadn't ended, and writes the record again at its end."""
+    key = ended_key("local")
+    storage.write(key, storage.read(key)[:-9])
+    assert resumed_from(storage) == 3
+    assert f"{key} is damaged and left out" in caplog.text
+    assert had_ended(storage, "local", list_manifests(storage, "local")[-1].id)
+
+
 def committed(storage: Storage, attempt: int, step: int, *also: str) -> None:
     """Commit a checkpoint of one object, and perhaps of objects that others wrote."""
     keys = [object_key("run", step, attempt, "model"), *also]
@@ -156,6 +181,7 @@ def lay_out(storage: Storage, key: str) -> None:
 
 SPOILS: dict[str, Callable[[Storage, str], None]] = {
     "of a newer format": lambda storage, key: rewrite(storage, key, NEWER),
+    "of a format that is no number": lambda storage, key: rewrite(storage, key, {"format": "2"}),
     "damaged": lambda storage, key: storage.write(key, storage.read(key).replace(b"1", b"4", 1)),
     "in a later layout": lay_out,
     "another one's": lambda storage, key: rewrite(storage, key, {"run_id": "other"}),
