@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
-from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
@@ -17,7 +16,12 @@ from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.user_code import default_to_fork
 from prefect_torch_ddp.refusals import in_words, unknown
-from prefect_torch_ddp.storage.locate import source_from_uri, storage_at, storage_from_uri
+from prefect_torch_ddp.storage.locate import (
+    as_readable,
+    source_from_uri,
+    storage_at,
+    storage_from_uri,
+)
 from prefect_torch_ddp.storage.names import is_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -103,7 +107,7 @@ def local_assembly(
     if "source" in config:
         given = config["source"]
         config["source"] = (
-            source_from_uri(str(given)) if isinstance(given, str | Path) else readable_at(given)[0]
+            source_from_uri(str(given)) if isinstance(given, str | Path) else as_readable(given)
         )
     default_to_fork()
     seed_stage(seed, config["stage"])

@@ -117,6 +117,21 @@ def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:
     return storage_from_uri(uri)
 
 
+def as_readable(given: object) -> Readable:
+    """Return what a dataset was said to be read from, as it is.
+
+    Raises:
+        InvalidParamsError: it can't be read from that.
+    """
+    if isinstance(given, Readable):
+        return given
+    msg = (
+        f"a dataset can't be read from a {type(given).__name__}; "
+        "give a path, an s3:// URI, or a storage with read_many"
+    )
+    raise InvalidParamsError(msg)
+
+
 def _scheme_of(uri: str) -> str | None:
     scheme, colon, _ = uri.partition(":")
     is_scheme = colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme)

@@ -1,6 +1,8 @@
 """The bounds of the house that `tests.yardsticks` prints hold."""
 
+import ast
 from collections import Counter
+from collections.abc import Iterator
 
 from tests.yardsticks import PACKAGE, ROOT, changing_fields, own_imports
 
@@ -28,3 +30,39 @@ def test_no_folder_has_more_than_12_modules() -> None:
     """One with more is several rooms, of which each needs a name."""
     counts = Counter(name.rpartition("/")[0] for name in TEXTS)
     assert {name: num for name, num in counts.items() if num > MAX_MODULES} == {}
+
+
+def _asked_classes(text: str) -> Iterator[str]:
+    """Yield the names of the classes that a module asks of a value whether it is one."""
+    for node in ast.walk(ast.parse(text)):
+        asked: ast.AST | None = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asked = node.args[1] if node.func.id in {"isinstance", "issubclass"} else None
+        elif isinstance(node, ast.MatchClass):
+            asked = node.cls
+        for each in ast.walk(asked) if asked is not None else ():
+            if isinstance(each, ast.Name | ast.Attribute):
+                yield each.id if isinstance(each, ast.Name) else each.attr
+
+
+def test_only_storage_asks_whether_something_is_a_storage() -> None:
+    """Nor of which class one is: in what they differ is a question of `Readable` or `Storage`."""
+    folder = f"{PACKAGE}/storage/"
+    classes = [
+        node
+        for name, text in TEXTS.items()
+        if name.startswith(folder)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    readable, num_before = {"Readable"}, 0
+    while len(readable) > num_before:
+        num_before = len(readable)
+        readable |= {each.name for each in classes if readable & {*map(ast.unparse, each.bases)}}
+    assert {"Readable", "Storage", "DirectoryStorage", "S3Storage", "HttpsFile"} <= readable
+    asked = {
+        name: found
+        for name, text in TEXTS.items()
+        if not name.startswith(folder) and (found := readable & {*_asked_classes(text)})
+    }
+    assert asked == {}

@@ -81,6 +81,16 @@ class CachedReads(Readable):
         """Where the objects are, as a person would write it."""
         return self.storage.uri
 
+    @property
+    def identity(self) -> str:
+        """The storage's; see `Readable.identity`."""
+        return self.storage.identity
+
+    @property
+    def storage_options(self) -> dict[str, Any] | None:
+        """The storage's; see `Readable.storage_options`. What opens `uri` doesn't use the cache."""
+        return self.storage.storage_options
+
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, from the folder if it has them; if one fails, its value is the error."""
         if not parts:
@@ -101,6 +111,10 @@ class CachedReads(Readable):
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every object whose name begins with `prefix`, as the storage says now."""
         return self.storage.list_objects(prefix)
+
+    def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
+        """Yield what the storage's `list_level` yields now; listings aren't kept."""
+        return self.storage.list_level(prefix)
 
 
 class CacheFolder:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.compact_rows import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.lazy import exported_by
@@ -32,8 +31,6 @@ def list_dataset(source: Readable, prefix: str = "") -> Iterator[ListedObject]:
     Raises:
         StorageError: it can't be listed.
     """
-    if isinstance(source, CachedReads):  # listings aren't kept
-        source = source.storage
     return _side_by_side(source, source.list_level(prefix))
 
 

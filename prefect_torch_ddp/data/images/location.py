@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.locate import as_readable, storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable
 
 Location: TypeAlias = str | Path | Readable
@@ -25,10 +25,10 @@ def readable_at(
     """
     given = {name: value for name, value in ways.items() if value}
     if storage is not None and not given and isinstance(location, str | Path):
-        return _checked(storage), _prefix_in(storage, str(location))
+        return as_readable(storage), _prefix_in(storage, str(location))
     if not isinstance(location, str | Path):
         if storage is None and not given:
-            return _checked(location), ""
+            return as_readable(location), ""
         msg = f"{location.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
     elif storage is None:
         return storage_from_uri(str(location), **given), ""
@@ -52,16 +52,6 @@ def through_cache(source: Readable, cache: str | Path | None) -> Readable:
         )
         raise InvalidParamsError(msg)
     return CachedReads(source, Path(cache))
-
-
-def _checked(found: object) -> Readable:
-    if not isinstance(found, Readable):
-        msg = (
-            f"a dataset can't be read from a {type(found).__name__}; "
-            "give a path, an s3:// URI, or a storage with read_many"
-        )
-        raise InvalidParamsError(msg)
-    return found
 
 
 def _prefix_in(storage: Readable, path: str) -> str:

@@ -5,7 +5,7 @@ them, and a file that was replaced since it was listed is an error.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -54,7 +54,7 @@ def find_files(
         InvalidParamsError: there is no file.
         StorageError: the files can't be listed.
     """
-    if isinstance(where, str | Path | Readable):
+    if isinstance(where, str | Path) or not isinstance(where, Iterable):
         return _find(where, storage, ways)
     if not where:
         msg = "table() was given an empty list of files: give at least one"

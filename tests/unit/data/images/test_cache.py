@@ -17,6 +17,7 @@ import pytest
 
 from prefect_torch_ddp.data.images import cache
 from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
@@ -116,6 +117,29 @@ def test_the_second_time_nothing_is_fetched(storage, cached):
         found, failed = cached.read_many([parts[0], ObjectPart("gone", 1000, etag="x")])
         assert found == content(0)
         assert isinstance(failed, ObjectNotFoundError)
+
+
+def test_the_cache_answers_for_its_storage(tmp_path):
+    """Where it is, with the endpoint; how others open it; and which folders it has, so that these
+    are listed at the same time."""
+    (tmp_path / "raw" / "a").mkdir(parents=True)
+    (tmp_path / "raw" / "a" / "1").write_bytes(b"1")
+    here = DirectoryStorage(tmp_path / "raw")
+    there = S3Storage("bucket", endpoint_url="http://10.0.0.5:9000", anonymous=True)
+    for storage in (here, there):
+        cached = CachedReads(storage, tmp_path / "cache")
+        asked = (storage.uri, storage.identity, storage.storage_options)
+        assert (cached.uri, cached.identity, cached.storage_options) == asked
+    levels = [Folders(tmp_path / "raw"), CachedReads(Folders(tmp_path / "raw"), tmp_path / "cache")]
+    assert [list(each.list_level("")) for each in levels] == [["a/"], ["a/"]]
+    assert [found.key for found in list_dataset(levels[1])] == ["a/1"]
+
+
+class Folders(DirectoryStorage):
+    """A directory that lists single folders, as a bucket can."""
+
+    def list_level(self, prefix):
+        yield from sorted({f"{found.key.split('/')[0]}/" for found in self.list_objects(prefix)})
 
 
 def test_two_sources_never_mix(tmp_path, monkeypatch):
