@@ -18,7 +18,7 @@ from prefect_torch_ddp.server import flow_server
 from prefect_torch_ddp.tasks.clusters.current import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
-from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.publish import failure_published, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
@@ -127,16 +127,17 @@ def _run(run: Run) -> TrainReport:
         )
         with trackers_fed(params, run.storage, run.experiment):
             training = _resubmitted(RESUMED, train_now, params, run, dataset)
-            checkpoint = chosen_checkpoint(run, training)
-            scored = run, checkpoint, training.world_size
-            evaluation = _resubmitted(EVALUATED_AGAIN, evaluate, params, *scored)
-            found = run, dataset, training, evaluation, checkpoint
-            report: TrainReport
-            if is_here:
-                with Display("publish"):
-                    report = publish(*found)
-            else:
-                report = result_of(publish.submit(*found), params)
+            with failure_published(run, training):
+                checkpoint = chosen_checkpoint(run, training)
+                scored = run, checkpoint, training.world_size
+                evaluation = _resubmitted(EVALUATED_AGAIN, evaluate, params, *scored)
+                found = run, dataset, training, evaluation, checkpoint
+                report: TrainReport
+                if is_here:
+                    with Display("publish"):
+                        report = publish(*found)
+                else:
+                    report = result_of(publish.submit(*found), params)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     for what, where in (("run in Prefect", url), ("report", report.report_uri)):
         if where is not None:

@@ -1,14 +1,21 @@
-"""The task that publishes what a run found: its page, as an artifact, and its report."""
+"""The task that publishes what a run found, and what is published if it fails after its training.
 
+Each is a page, as an artifact, and a report in the storage.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.errors import is_superseded
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
@@ -19,11 +26,12 @@ from prefect_torch_ddp.results import (
 from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, put_page, put_runs, ui_url
 from prefect_torch_ddp.tasks.report.page.links import Links
-from prefect_torch_ddp.tasks.report.report_file import ReportFile
-from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view
+from prefect_torch_ddp.tasks.report.report_file import ReportFile, last_lines
+from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view, trained_view
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
-from prefect_torch_ddp.tracking.description import complete_record, draft_record
+from prefect_torch_ddp.tracking.bus import RunEvents
+from prefect_torch_ddp.tracking.description import complete_record, draft_record, fail_record
 
 
 # The storage may hold credentials: no cache key is made of the inputs.
@@ -71,3 +79,57 @@ def publish(
         logger.warning("the report could not be written to %s: %s", file.uri, trouble)
         return report
     return report.model_copy(update={"report_uri": file.uri})
+
+
+@contextmanager
+def failure_published(run: Run, training: TrainingSummary) -> Iterator[None]:
+    """Publish what goes wrong between a training and the end of its run, such as an evaluation.
+
+    The task that trained has left a page and a record that say it went well.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_superseded(error):
+            try:
+                _publish_failure(run, training, error)
+            except Exception as trouble:  # noqa: BLE001 - the run fails by its own error
+                get_run_logger().warning("the page can't show why the run failed: %r", trouble)
+        raise
+
+
+def _publish_failure(run: Run, training: TrainingSummary, error: Exception) -> None:
+    storage, run_id = run.storage, training.run_id
+    is_tried_again = _is_flow_tried_again()
+    about = storage, run_id, run.experiment, error
+    record = fail_record(*about, is_tried_again=is_tried_again)
+    if record is None:
+        return
+    view = trained_view(StoredRun.of(storage, run_id), record, training)
+    view.training.status, view.training.cause = "failed", f"{type(error).__name__}: {error}"
+    view = replace(view, links=Links(ui_url()), is_tried_again=is_tried_again)
+    file = ReportFile(storage, view).start()
+    with get_client(sync_client=True) as client:
+        writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
+        put_page(writer, view)
+        put_runs(writer, view)
+    kept = "" if file.join() else file.uri
+    if is_tried_again:
+        return
+    for line in last_lines(record, view.links, kept):
+        error.add_note(line)
+    events = RunEvents(run_id, record.experiment, record.workload)
+    more = {"report": kept} if kept else {}
+    more |= {"resume_from": run_id} if record.checkpoint is not None else {}
+    at = {"step": training.num_steps, "attempt": training.attempt}
+    at |= {"world_size": training.world_size}
+    events.emit("training.finished", **at, state=record.state, cause=record.cause, **more)
+    events.flush()
+
+
+def _is_flow_tried_again() -> bool:
+    """Whether Prefect runs the whole flow again."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None or context.flow_run is None:
+        return False
+    return context.flow_run.run_count <= context.flow.retries

@@ -14,7 +14,7 @@ from pydantic_core import to_json, to_jsonable_python
 from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.params import ContextParams, TrainParams
-from prefect_torch_ddp.records.hiding import HIDDEN, hidden
+from prefect_torch_ddp.records.hiding import HIDDEN, hidden, without_credentials
 from prefect_torch_ddp.records.run_record import (
     RunRecord,
     find_record,
@@ -27,6 +27,7 @@ from prefect_torch_ddp.storage.formats import build_model
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.digest import value_digest
 
+MAX_CAUSE = 500
 MAX_CHARACTERS = 2_000
 """Of one option or argument, as JSON."""
 MAX_FILES = 100_000
@@ -79,13 +80,39 @@ def complete_record(
         if record is not None:
             large: dict[str, Any] = {"confusion_matrix": (), "worst_samples": (), "texts": {}}
             found = evaluation.model_copy(update=large)
-            changes = {"evaluation": found, "checkpoint": checkpoint}
+            changes: dict[str, Any] = {"evaluation": found, "checkpoint": checkpoint}
+            # It may have failed before, and was tried again.
+            changes |= {"state": "completed", "cause": "", "is_tried_again": False}
             record = record.model_copy(update=changes)
             write_record(storage, record)
     except StorageError as error:
         logger.warning("the evaluation could not be recorded: %s", error)
         return None
     return record
+
+
+def fail_record(
+    storage: Storage, run_id: str, experiment: str, error: Exception, *, is_tried_again: bool
+) -> RunRecord | None:
+    """Put on record that a run has failed after its training; None if there is no record.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    record = find_record(storage, run_id, experiment)
+    if record is not None:
+        changes = {"state": "failed", "cause": cause_of(error), "is_tried_again": is_tried_again}
+        record = record.model_copy(update=changes)
+        write_record(storage, record)
+    return record
+
+
+def cause_of(error: BaseException | None) -> str:
+    """Say in a line, without credentials, why a training ended; nothing if it ended well."""
+    if error is None:
+        return ""
+    first = without_credentials(str(error).partition("\n")[0])
+    return f"{type(error).__name__}: {first}"[:MAX_CAUSE]
 
 
 def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, DatasetReport, str]:

@@ -36,11 +36,10 @@ from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, Goodput, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.bus import RunEvents
-from prefect_torch_ddp.tracking.description import plain_value, split_of
+from prefect_torch_ddp.tracking.description import MAX_CAUSE, cause_of, plain_value, split_of
 from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
 CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
-MAX_CAUSE = 500
 NO_WORD = "its process ended without a word"
 
 
@@ -115,7 +114,7 @@ class RunRecorder:
         self.is_superseded = self.is_superseded or is_superseded(error)
         state = "completed" if error is None else "failed"
         state = "cancelled" if isinstance(error, CANCELS) else state
-        cause, newest = _cause_of(error), self._newest
+        cause, newest = cause_of(error), self._newest
         is_last = error is None or _is_last(error)
         self._close(self._own[-1].attempt if self._own else 0, cause, None)
         self._update(
@@ -319,10 +318,3 @@ def _is_last(error: BaseException) -> bool:
     context = TaskRunContext.get()
     num_left = context.task.retries + 1 - context.task_run.run_count if context else 0
     return decide(TaskFailure(error, own_worker_leaves()), None, num_left).action is Action.RAISE
-
-
-def _cause_of(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    first = without_credentials(str(error).partition("\n")[0])
-    return f"{type(error).__name__}: {first}"[:MAX_CAUSE]

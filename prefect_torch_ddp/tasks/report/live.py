@@ -35,11 +35,11 @@ from prefect_torch_ddp.tasks.report.artifacts import (
 )
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.page.headline import RunView, resume_line
+from prefect_torch_ddp.tasks.report.page.headline import RunView
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
-from prefect_torch_ddp.tasks.report.report_file import ReportFile
+from prefect_torch_ddp.tasks.report.report_file import ReportFile, last_lines
 from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
@@ -152,9 +152,10 @@ class LiveReport:
         if not self._is_whole:
             msg = "the run's record and page may lack the end: they weren't written within %.0f s"
             self._logger.warning(msg, FINISH_TIMEOUT_S)
-        lines = self._last_lines() if self._is_end else []
+        record = self._recorder.record
+        lines = last_lines(record, self._links, self._kept) if self._is_end else []
         self._recorder.flush(report=self._kept if self._is_end else "")
-        if error is not None and self._recorder.record.state == "failed":
+        if error is not None and record.state == "failed":
             for line in lines:
                 error.add_note(line)  # below the traceback, which is what the log ends with
         else:
@@ -167,15 +168,6 @@ class LiveReport:
         is_followed = self._is_published and self._recorder.record.state == "completed"
         is_over = self._give_up_s is not None
         return is_over and self._recorder.is_last and not is_followed
-
-    def _last_lines(self) -> list[str]:
-        """Say how to continue, and where what is shown is; the report comes last."""
-        record = self._recorder.record
-        is_open = record.state != "completed" and record.checkpoint is not None
-        url = self._links.in_ui(record)
-        lines = [f"to continue: {resume_line(record)}"] if is_open else []
-        lines += [f"the run in Prefect: {url}"] if url else []
-        return lines + ([f"the report: {self._kept}"] if self._kept else [])
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.

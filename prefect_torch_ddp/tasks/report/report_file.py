@@ -4,15 +4,31 @@ import threading
 from dataclasses import replace
 from typing import Self
 
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.page.document import render_document
-from prefect_torch_ddp.tasks.report.page.headline import RunView
+from prefect_torch_ddp.tasks.report.page.headline import RunView, resume_line
 from prefect_torch_ddp.tasks.report.page.links import Links, report_key, runs_key
 from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 
 TIMEOUT_S = 10.0
 """How long the end of a run waits for a storage that doesn't take its report."""
+
+
+def last_lines(record: RunRecord, links: Links, report_uri: str) -> list[str]:
+    """Say how to continue, and where what is shown is; the report comes last.
+
+    Args:
+        record: of the run, which has ended.
+        links: with Prefect's UI.
+        report_uri: empty if it wasn't written.
+    """
+    is_open = record.state != "completed" and record.checkpoint is not None
+    url = links.in_ui(record)
+    lines = [f"to continue: {resume_line(record)}"] if is_open else []
+    lines += [f"the run in Prefect: {url}"] if url else []
+    return lines + ([f"the report: {report_uri}"] if report_uri else [])
 
 
 class ReportFile:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
@@ -18,7 +18,7 @@ from prefect_torch_ddp.records.metrics import (
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import RunRecord, newest_runs, previous_run
 from prefect_torch_ddp.records.timing import newest_lines
-from prefect_torch_ddp.results import EpochRow, TrainReport
+from prefect_torch_ddp.results import EpochRow, TrainingSummary, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.page.checkpoints import KeptCheckpoint
@@ -63,17 +63,27 @@ class StoredRun:
 
 def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> RunView:
     """Return what the page of a run of train_flow shows at its end."""
-    at, training = (stored.storage, stored.run_id), report.training
+    view = trained_view(stored, record, report.training)
+    view.training.status = "finished"
+    return replace(view, report=report)
+
+
+def trained_view(stored: StoredRun, record: RunRecord, training: TrainingSummary) -> RunView:
+    """Return what the page of a run of train_flow shows of its training, once that is over."""
+    at = stored.storage, stored.run_id
     steps, epochs = training.num_steps, training.num_epochs
     newest = Progress(steps, epochs, steps, total_epochs=epochs)
+    curves = MetricCurves(stored.records).snapshot()
+    shown = TrainingProgress(training.world_size, training.attempt, "trained", newest=newest)
+    shown.metrics = dict(curves.last)
     return RunView(
         record,
-        TrainingProgress(training.world_size, training.attempt, "finished", newest=newest),
-        curves=MetricCurves(stored.records).snapshot(),
+        shown,
+        curves=curves,
         checkpoints=kept_checkpoints(*at),
         previous=previous_run(stored.storage, record),
         earlier=earlier_runs(stored.storage, record),
-        report=report,
+        epochs=stored.epochs,
         ranks=newest_lines(*at),
         goodput=goodput_so_far(*at),
         logs=LogFolder(*at).uri,

@@ -277,3 +277,41 @@ def test_what_a_leaving_worker_ends_isnt_over(tmp_path: Path, leaves: bool) -> N
     ):
         ended = client.submit(_ends_cancelled, record, storage, leaves=leaves)
         assert ended.result(60) is not leaves
+
+
+@pytest.mark.extended
+def test_a_run_whose_evaluation_fails_has_failed(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Page, report, record, event and error say so, and how to evaluate it without training."""
+    store = tmp_path / "store"
+    options = {"fail_evaluation_once": str(tmp_path / "failed"), "epochs": 2}
+    params = params_of(store, dask_cluster.scheduler_address, options=options)
+    with pytest.raises(RankFailedError, match="told to fail once") as raised:
+        train_flow(params)
+    record = only_record(store)
+    assert (record.state, record.num_steps, record.is_tried_again) == ("failed", 14, False)
+    assert record.cause.startswith("RankFailedError: rank ")
+    line = f'resume_from="{record.run_id}"'
+    report = store / "runs" / record.run_id / "report.html"
+    assert raised.value.__notes__[-1] == f"the report: {report}"
+    assert f"to continue: {line}" in raised.value.__notes__
+    assert record.flow_run_id is not None
+    flow_run_id = UUID(record.flow_run_id)
+    top = report_of(flow_run_id).partition("\n## ")[0]
+    assert top.startswith("# tiny: failed after the training\n\nepoch 2/2 · step 14/14 · loss ")
+    assert "ValueError: told to fail once" in top
+    assert "with this parameter, to evaluate the model without training it again:" in top
+    assert line in top
+    assert "tiny: failed after the training</h1>" in report.read_text()
+    trained, failed = (
+        event["payload"]
+        for event in events_of(flow_run_id)
+        if event["event"].endswith("training.finished")
+    )
+    assert (trained["state"], failed["state"]) == ("completed", "failed")
+    assert (failed["resume_from"], failed["report"]) == (record.run_id, str(report))
+
+    again = train_flow(params.model_copy(update={"resume_from": "latest"}))
+    assert (again.training.resumed_from_step, again.training.num_steps) == (14, 14)
+    assert list_runs(store).state.tolist() == ["completed", "failed"]

@@ -67,8 +67,10 @@ def headline(view: RunView) -> str:
     training = view.training
     last = view.record.attempts[-1] if view.record.attempts else None
     status: str = training.status
+    if _has_trained(view):
+        status += " after the training"
     # Without a step of its own the last attempt on record is an earlier one.
-    if last and last.step is not None and training.newest is not None and status == "failed":
+    elif last and last.step is not None and training.newest is not None and status == "failed":
         status += f" in step {count(last.step)}"
     return f"# {short(_short_name(view.record.experiment))}: {status}"
 
@@ -108,8 +110,18 @@ def advice(view: RunView) -> str:
         return f"{title}: {says if not view.training.cause else f'remove the cause and {says}'}"
     first = "remove the cause, then run it" if view.training.status == "failed" else "run it"
     line = code_block(resume_line(view.record))
-    says = f"{first} with this parameter, to continue after step {count(saved.step)}:"
+    then = f"continue after step {count(saved.step)}"
+    if _has_trained(view):
+        then = "evaluate the model without training it again"
+    says = f"{first} with this parameter, to {then}:"
     return f"{title}: {says}\n\n{line}"
+
+
+def _has_trained(view: RunView) -> bool:
+    """Tell whether what failed came after the training: its last attempt ended well."""
+    last = view.record.attempts[-1] if view.record.attempts else None
+    is_done = last is not None and last.ended is not None and not last.cause
+    return is_done and view.training.status == "failed"
 
 
 def resume_line(record: RunRecord) -> str:
