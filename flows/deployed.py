@@ -27,7 +27,7 @@ from flows.options import (
     TabularTraining,
 )
 from prefect_torch_ddp import TrainParams, TrainReport, train_flow
-from prefect_torch_ddp.examples.options import DigitsData, DigitsTraining
+from prefect_torch_ddp.examples.digits_options import DigitsData, DigitsTraining
 
 Source = Annotated[str, Field(min_length=1)]
 

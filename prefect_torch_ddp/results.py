@@ -24,16 +24,16 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-Rows = Sequence[tuple[str, str]]
+LabelledRows = Sequence[tuple[str, str]]
 """A result as people see it: a label and its value in each row. Empty values are left out."""
 
 
-def in_lines(rows: Rows) -> str:
+def in_lines(rows: LabelledRows) -> str:
     """Return rows as lines, with the values below one another."""
     return "\n".join(f"{word:<12}{value}" for word, value in rows if value)
 
 
-def in_table(rows: Rows) -> str:
+def in_table(rows: LabelledRows) -> str:
     """Return rows as an HTML table, with links."""
     shown = [(word, _html(value)) for word, value in rows if value]
     cells = "".join(f"<tr><th>{escape(word)}</th><td>{value}</td></tr>" for word, value in shown)
@@ -173,7 +173,7 @@ class Report(Result):
     def _repr_html_(self) -> str:
         return in_table(self._rows())
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> LabelledRows:
         worst = min(self.classes, key=lambda each: each.f1, default=None)
         lowest = "" if worst is None else f"{worst.name}: F1 {worst.f1:.4g} of {worst.support:,}"
         return [("score", self.score), ("worst class", lowest)]
@@ -482,7 +482,7 @@ class TrainReport(Result):
     def _repr_html_(self) -> str:
         return in_table(self._rows())
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> LabelledRows:
         done = self.training
         steps = f"{count(done.num_steps, 'step')} in {count(done.num_epochs, 'epoch')}"
         last = done.failures[-1] if done.failures else None

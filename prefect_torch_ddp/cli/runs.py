@@ -10,7 +10,7 @@ from prefect_torch_ddp.cli.options import STORAGE, RunArgument, StorageOption, f
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.records.run_record import RunRecord
-    from prefect_torch_ddp.results import Rows
+    from prefect_torch_ddp.results import LabelledRows
 
 LAST_ROWS = 20
 
@@ -92,7 +92,7 @@ def row(record: "RunRecord") -> tuple[str, ...]:
     )
 
 
-def facts(record: "RunRecord", report_uri: str, storage: str) -> "Rows":
+def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
     """Return what `show` prints about a run: a name and a text for each fact, "" if unknown."""
     from prefect_torch_ddp.results import count, values_in_words
 

@@ -164,14 +164,14 @@ def in_parallel(
         return list(pool.map(function, items))
 
 
-def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
+def read_dataset_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
     """Return a dataset's manifest, None if there is none.
 
     Raises:
         NewerFormatError: it is of a newer format.
         StorageError: it is damaged.
     """
-    key = manifest_key(dataset_id)
+    key = dataset_manifest_key(dataset_id)
     try:
         data = storage.read(key)
     except ObjectNotFoundError:
@@ -194,7 +194,7 @@ def published_manifest(storage: Storage, dataset_id: str) -> DatasetManifest:
     Raises:
         StorageError: there is none, or it is damaged.
     """
-    manifest = read_manifest(storage, dataset_id)
+    manifest = read_dataset_manifest(storage, dataset_id)
     if manifest is None:
         msg = f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run to its end"
         raise StorageError(msg)
@@ -224,6 +224,6 @@ def dataset_key(dataset_id: str) -> str:
     return f"datasets/{dataset_id}"
 
 
-def manifest_key(dataset_id: str) -> str:
+def dataset_manifest_key(dataset_id: str) -> str:
     """Return the key of a dataset's manifest."""
     return f"{dataset_key(dataset_id)}/manifest.json"

@@ -16,11 +16,11 @@ from prefect_torch_ddp.data.dataset_manifest import (
     DatasetManifest,
     damaged,
     dataset_key,
+    dataset_manifest_key,
     in_parallel,
-    manifest_key,
     manifest_of,
     published_manifest,
-    read_manifest,
+    read_dataset_manifest,
     scan_folder,
 )
 from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
@@ -33,7 +33,7 @@ IN_MEMORY_BYTES = 256 * 2**20
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
     """Return what the manifest of a published dataset says, None if there is none."""
-    manifest = read_manifest(storage, dataset_id)
+    manifest = read_dataset_manifest(storage, dataset_id)
     return None if manifest is None else manifest.report(storage)
 
 
@@ -167,7 +167,9 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
 
 
 def _commit(storage: Storage, manifest: DatasetManifest) -> None:
-    is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), manifest.to_bytes())
+    is_first = storage.write_if_absent(
+        dataset_manifest_key(manifest.dataset_id), manifest.to_bytes()
+    )
     # The manifest names one publisher's files; nobody can use what any other has written, was
     # killed while it wrote, or still writes.
     own = f"{manifest.files_key}/"

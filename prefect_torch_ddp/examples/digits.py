@@ -14,7 +14,7 @@ from torchvision.transforms import PILToTensor
 
 from prefect_torch_ddp import ClassificationMeter, RankContext, Report, read_options
 from prefect_torch_ddp.data import seeded_split
-from prefect_torch_ddp.examples.options import DigitsData, DigitsTraining
+from prefect_torch_ddp.examples.digits_options import DigitsData, DigitsTraining
 
 CLASSES = [str(digit) for digit in range(10)]
 

@@ -148,7 +148,7 @@ class RecordLog:
         is_failing, began_s, interval_s = False, time.monotonic(), self._first_interval_s
         while True:
             if not self._wake.wait(interval_s):
-                interval_s = next_interval_s(interval_s, time.monotonic() - began_s)
+                interval_s = next_part_s(interval_s, time.monotonic() - began_s)
             self._wake.clear()
             if self._is_closing:
                 return
@@ -291,7 +291,7 @@ def part_key(prefix: str, number: int, suffix: str = SUFFIX) -> str:
     return f"{prefix}{number:06d}{suffix}"
 
 
-def next_interval_s(interval_s: float, age_s: float) -> float:
+def next_part_s(interval_s: float, age_s: float) -> float:
     """Return how long to wait for the next part, after such an interval at such an age.
 
     1, 2, 4 ... 30 seconds, later a 64th of the log's age, at most five minutes: a short run

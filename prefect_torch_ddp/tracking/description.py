@@ -11,7 +11,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
-from prefect_torch_ddp.data.dataset_manifest import read_manifest
+from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.hiding import HIDDEN, hidden, without_credentials
@@ -138,7 +138,7 @@ def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, in
     """Count the files in each folder at the top of a dataset; nothing if there are many."""
     if dataset is None or dataset.num_files > MAX_FILES:
         return {}
-    manifest = read_manifest(storage, dataset.dataset_id)
+    manifest = read_dataset_manifest(storage, dataset.dataset_id)
     keys = [file.key for file in manifest.files] if manifest else []
     counts = Counter(key.partition("/")[0] for key in keys if "/" in key)
     return counts if len(counts) <= MAX_SPLITS else {}

@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 
 from tests.yardsticks import PACKAGE, ROOT, changing_fields, own_imports
 
@@ -66,3 +67,35 @@ def test_only_storage_asks_whether_something_is_a_storage() -> None:
         if not name.startswith(folder) and (found := readable & {*_asked_classes(text)})
     }
     assert asked == {}
+
+
+COUNTERPARTS = ("arrays", "bags", "images", "tables")
+"""Folders of data/ whose modules of one name do the same for each kind of data."""
+
+
+def _is_counterpart(one: str, other: str) -> bool:
+    """Tell whether two modules may have one name: a command and what it calls, or kinds of data."""
+    if "cli" in (one.split("/")[1], other.split("/")[1]):
+        return True
+    kinds = {f"{PACKAGE}/data/{kind}" for kind in COUNTERPARTS}
+    return {one.rpartition("/")[0], other.rpartition("/")[0]} <= kinds
+
+
+def test_only_counterparts_have_the_same_module_name() -> None:
+    """Of two others nobody knows which one a log line, a traceback or a search means."""
+    twins = [
+        (one, other)
+        for one, other in combinations(TEXTS, 2)
+        if one.rpartition("/")[2] == other.rpartition("/")[2] and not _is_counterpart(one, other)
+    ]
+    assert twins == []
+
+
+def test_no_two_classes_have_the_same_public_name() -> None:
+    """A name of a class means one thing in the whole package."""
+    names: dict[str, list[str]] = {}
+    for name, text in TEXTS.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in names.items() if len(where) > 1} == {}

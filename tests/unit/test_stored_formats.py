@@ -22,7 +22,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import had_ended, read_failures
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
-from prefect_torch_ddp.data.dataset_manifest import read_manifest
+from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.records.run_record import list_records
@@ -131,7 +131,9 @@ KINDS = {
     "run record": Kind(
         f"run-records/train-ddp-tests-data-make-storage/{RECORD}-{RUN_ID}.json", only_record
     ),
-    "dataset": Kind(f"{DATASET}/manifest.json", lambda storage: read_manifest(storage, DATASET_ID)),
+    "dataset": Kind(
+        f"{DATASET}/manifest.json", lambda storage: read_dataset_manifest(storage, DATASET_ID)
+    ),
     "index": Kind(
         f"{DATASET}/files/objects.jsonl.gz",
         lambda storage: list(read_index(storage.root / DATASET / "files", Images().uri)),
@@ -156,7 +158,7 @@ def test_what_0_1_wrote_is_read(storage: DirectoryStorage) -> None:
     goodput = read_goodput(storage, RUN_ID)
     assert (goodput.num_attempts, goodput.redone_s > 0) == (2, True)
     assert json.loads(read_result(storage, RUN_ID, "notes.json")) == {"steps": 15}
-    dataset = read_manifest(storage, DATASET_ID)
+    dataset = read_dataset_manifest(storage, DATASET_ID)
     assert dataset is not None
     assert {file.num_rows for file in dataset.files} == {None}
     (record,) = list_records(storage)

@@ -108,7 +108,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     _check(nan, missing)
     # They load what they need of zarr and xarray.
     from prefect_torch_ddp.data.arrays import axes, dataset, pieces  # noqa: PLC0415
-    from prefect_torch_ddp.data.arrays.opening import sources  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.opening import kinds  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.scales import normalized  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.variables import (  # noqa: PLC0415
         refuse_unheld,
@@ -116,7 +116,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     )
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
-    found = sources.open_arrays(where, variables, storage, **ways)
+    found = kinds.open_arrays(where, variables, storage, **ways)
     refuse_unheld(found, nan)
     used = used_positions(found, select or {})
     for variable in found.variables:

@@ -9,7 +9,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 
 @dataclass(frozen=True)
-class Rows:
+class DictRows:
     """Dicts: the columns of a table."""
 
     partition: int
@@ -19,7 +19,7 @@ class Rows:
 
     what = "dicts"
 
-    def joined(self, other: "Rows") -> "Rows":
+    def joined(self, other: "DictRows") -> "DictRows":
         """Return the columns of both, as pyarrow promotes types that differ.
 
         Raises:
@@ -30,7 +30,7 @@ class Rows:
             columns[key] = _promoted(key, columns.get(key, (type_, partition)), (type_, partition))
         return replace(self, columns=columns)
 
-    def fits(self, common: "Rows") -> bool:
+    def fits(self, common: "DictRows") -> bool:
         """Tell whether a table can be read as it is if all partitions together have `common`."""
         import pyarrow as pa  # noqa: PLC0415 - an extra
 
@@ -69,7 +69,7 @@ class Stack:
         return self
 
 
-BagForm: TypeAlias = Rows | Stack
+BagForm: TypeAlias = DictRows | Stack
 
 
 def joined(one: BagForm, other: BagForm) -> BagForm:
@@ -79,7 +79,7 @@ def joined(one: BagForm, other: BagForm) -> BagForm:
         InvalidParamsError: nothing; names the partitions.
     """
     match one, other:
-        case (Rows(), Rows()) | (Stack(), Stack()):
+        case (DictRows(), DictRows()) | (Stack(), Stack()):
             return one.joined(other)  # type: ignore[arg-type]
     msg = (
         f"partition {other.partition} of the Dask Bag has {other.what}, but partition "

@@ -11,7 +11,7 @@ import numpy as np
 
 from prefect_torch_ddp.data.arrays.statistics import measured
 from prefect_torch_ddp.data.arrays.variables import tensor_dtype
-from prefect_torch_ddp.data.bags.forms import Rows, Stack
+from prefect_torch_ddp.data.bags.forms import DictRows, Stack
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.data.tables.writing import write_rows
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -32,7 +32,7 @@ def write_items(items: Iterable[Any], storage: Storage, files_key: str, number: 
         number: the partition's number, by which the files are sorted.
 
     Returns:
-        The file, and `Rows` or `Stack` about it.
+        The file, and `DictRows` or `Stack` about it.
 
     Raises:
         InvalidParamsError: it can't be written; names the partition, the item and the key.
@@ -104,7 +104,7 @@ def _write_dicts(
     columns = {key: _column(items, key, where) for key in _keys(items, where)}
     file = write_rows(pa.table(columns), storage, files_key, number)
     return Written(
-        (file,), Rows(number, {key: (each.type, number) for key, each in columns.items()})
+        (file,), DictRows(number, {key: (each.type, number) for key, each in columns.items()})
     )
 
 

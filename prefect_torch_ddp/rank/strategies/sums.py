@@ -61,7 +61,7 @@ class SumWatch:
 
     def __init__(self) -> None:
         """Watch nothing until a model is wrapped."""
-        self.passes = Passes()
+        self.passes = BackwardPasses()
         self._wrapped: WeakKeyDictionary[nn.Module, _Wrapped] = WeakKeyDictionary()
         self._suspects: WeakKeyDictionary[torch.optim.Optimizer, _Suspects] = WeakKeyDictionary()
         self._num_wraps = 0
@@ -248,7 +248,7 @@ class _BeforeStep:
         return checked
 
 
-class Passes:
+class BackwardPasses:
     """How many backward passes each step summed: the same on all ranks, or sums were mixed up."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from dask.delayed import delayed
 
 from prefect_torch_ddp.data.arrays.statistics import merged, statistics_key
 from prefect_torch_ddp.data.arrays.writing import file_of
-from prefect_torch_ddp.data.bags.forms import BagForm, Rows, Stack, joined
+from prefect_torch_ddp.data.bags.forms import BagForm, DictRows, Stack, joined
 from prefect_torch_ddp.data.bags.writing import rewrite_rows, write_items
 from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.storage.protocol import Storage
@@ -40,7 +40,7 @@ class BagParts(CollectionParts):
 
     def again(self, written: Sequence[Written]) -> CollectionParts | None:
         """Return the partitions of dicts that lack columns or have types of their own."""
-        if not isinstance(self._form, Rows):
+        if not isinstance(self._form, DictRows):
             return None
         again = _Rewritten(self._form, self._storage, self._files_key, written)
         return again if again.writes else None
@@ -66,7 +66,7 @@ class _Rewritten(CollectionParts):
     unit = "partitions again"
 
     def __init__(
-        self, form: Rows, storage: Storage, files_key: str, written: Sequence[Written]
+        self, form: DictRows, storage: Storage, files_key: str, written: Sequence[Written]
     ) -> None:
         types = {key: type_ for key, (type_, _) in form.columns.items()}
         rewrite = delayed(rewrite_rows, pure=False)

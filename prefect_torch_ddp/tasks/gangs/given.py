@@ -20,7 +20,7 @@ import distributed
 from dask.base import is_dask_collection, tokenize
 from prefect.utilities.collections import visit_collection
 
-from prefect_torch_ddp.data.dataset_manifest import manifest_key
+from prefect_torch_ddp.data.dataset_manifest import dataset_manifest_key
 from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import parse_python
@@ -145,7 +145,7 @@ class GivenCollections:
                         argument,
                         stores,
                         there.dataset_id,
-                        f"{storage.uri}/{manifest_key(there.dataset_id)}",
+                        f"{storage.uri}/{dataset_manifest_key(there.dataset_id)}",
                     )
                 continue
             try:

@@ -20,7 +20,7 @@ from prefect_torch_ddp.tracking.trackers.mlflow_models import (
     RUN_TAG,
     RegisteredModels,
 )
-from prefect_torch_ddp.tracking.trackers.tracker import Position
+from prefect_torch_ddp.tracking.trackers.tracker import TrackerPosition
 
 REPLACED_TAG = "prefect_torch_ddp.replaced_run_id"
 MARK_TAG = "prefect_torch_ddp.mark"
@@ -68,7 +68,7 @@ class MlflowTracker:
         info = self._run.info
         return without_credentials(f"{uri}/#/experiments/{info.experiment_id}/runs/{info.run_id}")
 
-    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> TrackerPosition:
         """Find the run by its tag, or begin it; see `Tracker`."""
         self._names = series_names(self.name, metrics, _plain)
         with self._errors():
@@ -82,12 +82,12 @@ class MlflowTracker:
                 raise TrackerError(msg)
             if not found:
                 self._begin(record, experiment_id)
-                return Position(None, {})
+                return TrackerPosition(None, {})
             # A search may answer with less of a run than it has.
             self._run = self._client.get_run(found[0].info.run_id)
         last = {each.key: each.step for each in self._run.data.to_proto().metrics}
         steps = {ours: last[theirs] for ours, theirs in self._names.items() if theirs in last}
-        return Position(_mark(self._run.data.tags.get(MARK_TAG)), steps)
+        return TrackerPosition(_mark(self._run.data.tags.get(MARK_TAG)), steps)
 
     def begin_again(self, record: RunRecord) -> None:
         """Set the run aside: MLflow can't delete points; see `Tracker`."""

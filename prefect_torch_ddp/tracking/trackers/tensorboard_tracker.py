@@ -15,7 +15,7 @@ from prefect_torch_ddp.storage.formats import DAMAGE, TENSORBOARD, build
 from prefect_torch_ddp.tracking.trackers.event_file import EventFile, scalar, text
 from prefect_torch_ddp.tracking.trackers.facts import evaluated, given
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
-from prefect_torch_ddp.tracking.trackers.tracker import Position
+from prefect_torch_ddp.tracking.trackers.tracker import TrackerPosition
 
 STATE = "prefect_torch_ddp.json"
 """In a run's folder: the mark, and which part of the event file was written when."""
@@ -63,7 +63,7 @@ class TensorboardTracker:
         """The folder of the run."""
         return "" if self._opened is None else str(self._folder)
 
-    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> TrackerPosition:
         """Find the run's newest folder, or make its first; see `Tracker`."""
         self._metrics = metrics
         with self._errors():
@@ -72,11 +72,11 @@ class TensorboardTracker:
             self._opened = state = _read_state(self._folder)
             if state is None:
                 self._begin(record)
-                return Position(None, {})
+                return TrackerPosition(None, {})
             # What was written after the state, by a sync that was killed.
             for tag, step in self._file.scalars_after(state.num_bytes):
                 state.last_steps[tag] = max(step, state.last_steps.get(tag, -1))
-        return Position(state.mark, dict(state.last_steps))
+        return TrackerPosition(state.mark, dict(state.last_steps))
 
     def begin_again(self, record: RunRecord) -> None:
         """Begin another folder; `describe` deletes the one before it; see `Tracker`."""

@@ -9,7 +9,7 @@ from prefect_torch_ddp.tracking.trackers.history import Mark, Point
 
 
 @dataclass(frozen=True)
-class Position:
+class TrackerPosition:
     """What a tracker has of a run, as it says itself."""
 
     mark: Mark | None
@@ -42,7 +42,7 @@ class Tracker(Protocol):
     def url(self) -> str:
         """Where a person finds the run; empty if there is no such place."""
 
-    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> TrackerPosition:
         """Find the run, or begin it.
 
         Args:

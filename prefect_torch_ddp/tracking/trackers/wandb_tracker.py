@@ -21,7 +21,7 @@ from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.storage.formats import DAMAGE, WANDB, build
 from prefect_torch_ddp.tracking.trackers.facts import evaluated, facts, given
 from prefect_torch_ddp.tracking.trackers.history import Mark, Point
-from prefect_torch_ddp.tracking.trackers.tracker import Position
+from prefect_torch_ddp.tracking.trackers.tracker import TrackerPosition
 
 STATE = "prefect_torch_ddp.json"
 """In a run's folder: what was written there. `wandb sync` doesn't upload it."""
@@ -76,7 +76,7 @@ class WandbTracker:
         """The folder of the run."""
         return str(next(iter(self._folders()), ""))
 
-    def open(self, record: RunRecord, metrics: Sequence[str]) -> Position:
+    def open(self, record: RunRecord, metrics: Sequence[str]) -> TrackerPosition:
         """Find the run's folder; see `Tracker`."""
         self._run_id, self._rows, self._mark = record.run_id, defaultdict(dict), None
         self._unknown = {}
@@ -89,8 +89,8 @@ class WandbTracker:
             self._unknown = unknown
             if any(folder.glob("*.wandb")):
                 has_record = described == _described(record)
-                return Position(mark, dict.fromkeys(metrics, mark.step), has_record)
-        return Position(None, {})
+                return TrackerPosition(mark, dict.fromkeys(metrics, mark.step), has_record)
+        return TrackerPosition(None, {})
 
     def begin_again(self, record: RunRecord) -> None:
         """Do nothing: `describe` replaces the folder; see `Tracker`."""

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records import log as records_log
-from prefect_torch_ddp.records.log import RecordLog, left_behind, next_interval_s, put_part
+from prefect_torch_ddp.records.log import RecordLog, left_behind, next_part_s, put_part
 from tests.support.forwarding import MoodyStorage
 from tests.support.records import read_records
 from tests.support.waiting import wait_until
@@ -114,7 +114,7 @@ def test_the_number_of_parts_of_a_long_run_is_bounded():
         age_s, interval_s, num = 0.0, 1.0, 0
         while age_s + interval_s <= duration_s:
             age_s, num = age_s + interval_s, num + 1
-            interval_s = next_interval_s(interval_s, age_s)
+            interval_s = next_part_s(interval_s, age_s)
         return num
 
     assert num_parts(60) <= 6

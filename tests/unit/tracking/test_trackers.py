@@ -15,7 +15,7 @@ from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader, Mark
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
-from prefect_torch_ddp.tracking.trackers.tracker import Position
+from prefect_torch_ddp.tracking.trackers.tracker import TrackerPosition
 from tests.support.records import Shelf, record
 from tests.support.reported import BEGAN, RUN, checkpoint, history, put, resume, say, steps_of
 
@@ -43,7 +43,7 @@ class Book:
     def open(self, record, metrics):
         self._strike()
         last = {name: max(points)[0] for name, points in self.series.items() if name in metrics}
-        return Position(self.mark, last)
+        return TrackerPosition(self.mark, last)
 
     def begin_again(self, record):
         self._strike()

@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers
-from prefect_torch_ddp.records.log import RecordLog, next_interval_s
+from prefect_torch_ddp.records.log import RecordLog, next_part_s
 from prefect_torch_ddp.records.timing import UNKNOWN_STEP, TimingLine
 
 FIRST_INTERVAL_S = 1.0
@@ -50,7 +50,7 @@ class TimingLog:
             self._num_epoch_ends += share.is_last
         now_s = time.monotonic()
         if now_s >= self._due_s:
-            self._interval_s = next_interval_s(self._interval_s, now_s - self._began_s)
+            self._interval_s = next_part_s(self._interval_s, now_s - self._began_s)
             self._due_s = now_s + self._interval_s
             self.write()
             self._log.write_soon()

@@ -114,7 +114,7 @@ def _size(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class RankColumn:
     """A column of the table of ranks."""
 
     title: str
@@ -126,19 +126,19 @@ class Column:
 
 
 COLUMNS = (
-    Column("rank", lambda line: str(line.rank)),
-    Column("host", lambda line: text(line.host), "l"),
-    Column("device", lambda line: text(line.device), "l"),
-    Column("samples/s", _speed),
-    Column("data", lambda line: _share(line.spent(["loading"]), line)),
-    Column(
+    RankColumn("rank", lambda line: str(line.rank)),
+    RankColumn("host", lambda line: text(line.host), "l"),
+    RankColumn("device", lambda line: text(line.device), "l"),
+    RankColumn("samples/s", _speed),
+    RankColumn("data", lambda line: _share(line.spent(["loading"]), line)),
+    RankColumn(
         "compute",
         lambda line: _share(line.spent(["step", "epoch_end", "step_end"]) - line.waiting_s, line),
     ),
-    Column("waiting for peers", _waiting),
-    Column("checkpoints", lambda line: _share(line.spent(["saving"]), line)),
-    Column("peak memory", lambda line: _size(line.rss_bytes)),
-    Column(
+    RankColumn("waiting for peers", _waiting),
+    RankColumn("checkpoints", lambda line: _share(line.spent(["saving"]), line)),
+    RankColumn("peak memory", lambda line: _size(line.rss_bytes)),
+    RankColumn(
         "peak on the GPU",
         lambda line: _size(line.cuda_bytes),
         is_shown=lambda line: line.cuda_bytes > 0,

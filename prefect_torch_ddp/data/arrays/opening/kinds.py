@@ -1,4 +1,4 @@
-"""What `array()` is given: NumPy's arrays; .npy files by `npy`, Zarr and xarray by `gridded`."""
+"""Opens what `array()` is given: NumPy arrays; files by `npy`, Zarr and xarray by `gridded`."""
 
 import re
 from collections.abc import Mapping, Sequence

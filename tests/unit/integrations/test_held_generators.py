@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler
 
 from prefect_torch_ddp.checkpoint.state.serial import from_bytes, to_bytes
-from prefect_torch_ddp.integrations.generators import MAX_ITEMS, capture_own, restore_own
+from prefect_torch_ddp.integrations.held_generators import MAX_ITEMS, capture_own, restore_own
 
 
 class Augmented(Dataset[int]):
