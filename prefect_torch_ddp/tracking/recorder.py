@@ -11,6 +11,7 @@ from prefect.context import TaskRunContext
 from prefect.exceptions import TerminationSignal
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests
 from prefect_torch_ddp.errors import (
     GangCancelledError,
     TaskCancelled,
@@ -288,11 +289,14 @@ class RunRecorder:
             each if each.ended else each.model_copy(update={"cause": NO_WORD})
             for each in earlier.attempts
         )
+        # If that task run was killed, or the storage was full, its record lacks the newest ones.
+        there = live_manifests(self._storage, self.record.run_id, allow_newer=True)
+        checkpoint = checkpoint_ref(self._storage, there[-1]) if there else earlier.checkpoint
         with self._lock:
             self.record.keep(earlier.unknown)
             kept: dict[str, Any] = {"began": earlier.began}
             if self.record.checkpoint is None:
-                kept |= {"checkpoint": earlier.checkpoint, "best_value": earlier.best_value}
+                kept |= {"checkpoint": checkpoint, "best_value": earlier.best_value}
             self._update(**kept)
 
     def _has_newer_attempt(self) -> bool:

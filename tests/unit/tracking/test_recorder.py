@@ -1,4 +1,4 @@
-"""The recorder: when it says that an epoch has ended, and with which metrics."""
+"""The recorder: when it says that an epoch has ended, and what it finds of earlier attempts."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp import DirectoryStorage
+from prefect_torch_ddp import CheckpointParams, DirectoryStorage, StorageError
+from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
-from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
@@ -44,3 +46,23 @@ def test_an_epoch_is_said_with_its_own_metrics(
     recorder.flush()
     epochs = [more for name, more in said if name == "epoch.completed"]
     assert [(each["epoch"], each["metrics"]["val_loss"]) for each in epochs] == [(1, 0.5), (2, 0.3)]
+
+
+@pytest.mark.usefixtures("said")
+def test_a_checkpoint_that_no_record_tells_of_is_found(tmp_path: Path) -> None:
+    """The record of an attempt that was killed, or whose storage was full, lacks its checkpoints.
+
+    A retry that failed then said nothing of how to continue the run.
+    """
+    storage, began = DirectoryStorage(tmp_path), datetime.now(UTC)
+    record = RunRecord(run_id="run", experiment="e", workload="w", began=began, storage="s")
+    RunRecorder(storage, record).write()
+    for step in (10, 20):
+        Committer(storage, "run", 1, CheckpointParams()).commit(Manifest("run", step, 1, 1, {}, 1))
+    retry = RunRecorder(storage, record)
+    retry.receive(AttemptBegan(2, 1, ("host",)))
+    retry.end(StorageError("the disk is full"))
+    retry.write()
+    found = read_record(storage, "run").checkpoint
+    assert found is not None
+    assert (found.step, found.attempt) == (20, 1)
