@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import Any, TypeVar
+from uuid import UUID
 
 from distributed import Client, Future
 from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import CancelledRun
 from prefect.futures import PrefectFuture, PrefectFutureList
 from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
@@ -28,6 +30,11 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
+from prefect_torch_ddp.tasks.watch.cancel_request import (
+    cancel_request,
+    close_cancelled,
+    run_without_runner,
+)
 from prefect_torch_ddp.tasks.watch.task_watch import CALLED_EVERY_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
@@ -55,6 +62,7 @@ def follow(
             had begun, that is a SupervisorLostError.
         GangCancelledError: who waits is a Dask task itself, and isn't wanted any more.
         Pause: the flow run was suspended.
+        CancelledRun: the flow run was cancelled in Prefect, and has no runner that would stop it.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(
@@ -83,10 +91,13 @@ def _watch(
 ) -> None:
     future, started_s = task.wrapped_future, time.monotonic()
     sign, why_unwanted = WaitingSign(display.take), own_task_watch()
-    with display:
+    with display, cancel_request() as is_cancelled:
         while future.status == "pending" and (wait_s := min(CALLED_EVERY_S, left_s())) > 0:
             PrefectDaskFuture.wait(task, wait_s)
             _raise_if_suspended()
+            if is_cancelled():
+                msg = "the flow run was cancelled in Prefect"
+                raise CancelledRun(msg)
             if why := why_unwanted():
                 msg = f"the wait for {_name_of(future)} was ended by {why}"
                 raise GangCancelledError(msg)
@@ -154,7 +165,7 @@ class WatchedFuture(PrefectDaskFuture[R]):
             follow(self, self._client, owns_workers=False, left_s=left_s)
         except (SupervisorLostError, SchedulerLostError) as error:
             self._loss = error
-        except GangCancelledError:
+        except (GangCancelledError, CancelledRun):
             if self.wrapped_future.status == "pending":
                 raise  # who waits was cancelled; else it is the task's own
         except Exception:  # noqa: BLE001 - `result` raises it
@@ -244,7 +255,10 @@ class WatchedFutures(PrefectFutureList[R]):
 
 
 def _stop_if_left(
-    future: PrefectDaskFuture[Any], grace_s: float, is_suspended: Callable[[], bool]
+    future: PrefectDaskFuture[Any],
+    grace_s: float,
+    is_suspended: Callable[[], bool],
+    run_id: UUID | None,
 ) -> None:
     # The flow leaves it by Ctrl-C, SIGTERM, a suspension or an error; the cluster closes next, and
     # would cut its ranks short.
@@ -252,6 +266,7 @@ def _stop_if_left(
         return
     try:
         stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled")
+        close_cancelled(run_id)
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
         words = "task run %s could not be stopped gracefully: %s"
         logger.warning(words, future.task_run_id, trouble)
@@ -276,7 +291,8 @@ def watched(made: Any, grace_s: float) -> Any:
         # Prefect has no public hook.
         is_suspended = context.flow_run_suspension_request.is_requested
         stack = context.task_runner._exit_stack  # noqa: SLF001
-        stack.callback(_stop_if_left, made, grace_s, is_suspended)
+        # The context of the flow run is left before that.
+        stack.callback(_stop_if_left, made, grace_s, is_suspended, run_without_runner())
         return future
     return made  # a state, or another runner's future
 

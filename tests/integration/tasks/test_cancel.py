@@ -19,7 +19,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, Cancelling
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
@@ -209,6 +209,29 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: Clus
     check_cancelled(tmp_path)
     given = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store")}
     assert train_flow(TrainParams(**given, cluster=shared)).training.num_steps == 21
+
+
+@pytest.mark.parametrize(
+    "whose", ["train_flow", pytest.param("a user", marks=pytest.mark.extended)]
+)
+def test_a_cancel_in_prefect_of_a_run_without_a_deployment(
+    tmp_path: Path, shared: ClusterParams, whose: str
+) -> None:
+    """It has no runner that would stop it: the flow itself sees the cancel, and ends Cancelled."""
+    given, text = [params_of(tmp_path, cluster=shared).model_dump_json()], FLOW
+    if whose == "a user":
+        given, text = [str(tmp_path / "pids"), str(tmp_path / "store"), "waits"], USER_FLOW
+    with flow_process(tmp_path, *given, text=text) as process:
+        ranks = ranks_of(tmp_path)
+        wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(newest_run()[0], Cancelling())
+        wait_until_gone(ranks)
+        assert process.wait(HANG_S) != 0
+    check_flow_cancelled()
+    message = check_task_cancelled(newest_run()[0])
+    assert "all ranks stopped after step" in message
+    assert "CancelledRun" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.extended
