@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.integrations.generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
@@ -229,14 +230,16 @@ class Loop:
         }
 
     def _restore(self, kept: dict[str, Any], only: DataLoaderShard | None = None) -> None:
-        for loader, (iteration, seed, state) in zip(self._loaders, kept["orders"], strict=False):
+        for loader, (iteration, seed, own) in zip(self._loaders, kept["orders"], strict=False):
             if only is not None and loader is not only:
                 continue
-            loader.iteration, sampler = iteration, _sampler(loader)
+            loader.iteration = iteration
             if seed is not None:  # Accelerate's own sampler, which draws by seed and epoch
-                sampler.initial_seed = seed
-            elif state is not None:
-                sampler.generator.set_state(state)
+                _sampler(loader).initial_seed = seed
+            elif isinstance(own, list):
+                restore_own([loader.base_dataloader], own)
+            elif own is not None:  # of an older version, which kept only the sampler's
+                _sampler(loader).generator.set_state(own)
         restore_generators(kept["generators"])
 
     def _save(self, position: tuple[int, int], begun: Any) -> None:
@@ -267,10 +270,8 @@ def _sampler(loader: Any) -> Any:
 
 
 def _order(loader: Any) -> tuple[int, Any, Any]:
-    sampler = _sampler(loader)
-    generator = getattr(sampler, "generator", None)
-    state = None if generator is None else generator.get_state()
-    return loader.iteration, getattr(sampler, "initial_seed", None), state
+    seed = getattr(_sampler(loader), "initial_seed", None)
+    return loader.iteration, seed, capture_own([loader.base_dataloader])
 
 
 class _Tracker(GeneralTracker):  # type: ignore[misc]

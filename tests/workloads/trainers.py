@@ -3,7 +3,7 @@
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,19 @@ class Texts(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+
+
+class Drawn(torch.utils.data.Sampler[int]):
+    """Draws samples by the generators that it is given."""
+
+    def __init__(self, generators: Any, draw: Callable[[Any], int], size: int = 40) -> None:
+        self.generators, self._draw, self._size = generators, draw, size
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(self._draw(self.generators)) for _ in range(len(self)))
+
+    def __len__(self) -> int:
+        return self._size
 
 
 DieAt = int | Callable[[int], None] | None

@@ -1,11 +1,9 @@
 """Lightning's Trainer is killed on real ranks and ends with the undisturbed bits."""
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -206,28 +204,15 @@ def test_what_a_lightning_trainer_cant_keep_right_is_refused(
         attach(trainer)
 
 
-class Drawn(Sampler[int]):
-    """Draws forty samples by the generators that it is given."""
-
-    def __init__(self, generators: Any, draw: Callable[[Any], int]) -> None:
-        self.generators, self._draw = generators, draw
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(self._draw(self.generators)) for _ in range(len(self)))
-
-    def __len__(self) -> int:
-        return 40
-
-
 def _sampler(of: str) -> Sampler[int]:
     """Return a sampler with generators of a library or in a list, from their seed."""
     own = torch.Generator().manual_seed(4)
     samplers = {
         "sampler": RandomSampler(range(40), replacement=True, num_samples=40, generator=own),
-        "numpy": Drawn(np.random.default_rng(4), lambda each: each.integers(40)),
-        "old numpy": Drawn(np.random.RandomState(4), lambda each: each.randint(40)),
-        "python": Drawn(random.Random(4), lambda each: each.randrange(40)),
-        "a list": Drawn([own], lambda each: torch.randint(40, (), generator=each[0])),
+        "numpy": trainers.Drawn(np.random.default_rng(4), lambda each: each.integers(40)),
+        "old numpy": trainers.Drawn(np.random.RandomState(4), lambda each: each.randint(40)),
+        "python": trainers.Drawn(random.Random(4), lambda each: each.randrange(40)),
+        "a list": trainers.Drawn([own], lambda each: torch.randint(40, (), generator=each[0])),
     }
     return samplers[of]
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -15,8 +16,10 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext, read_metrics
+from prefect_torch_ddp.integrations import accelerate
 from prefect_torch_ddp.integrations.accelerate import attach
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.workloads.trainers import Drawn
 
 pytestmark = pytest.mark.timeout(120)
 NUM_BATCHES = 6
@@ -54,7 +57,11 @@ class Training:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         rows = TensorDataset(torch.arange(2.0 * NUM_BATCHES), torch.randn(2 * NUM_BATCHES, 2))
         size = chosen.get("batch_size", 2)
-        loaders = [DataLoader(rows, batch_size=size, shuffle=True) for _ in range(2)]
+        of: dict[str, Any] = {"shuffle": True}
+        if chosen.get("draws_by_numpy"):
+            own = [np.random.default_rng(4)]
+            of = {"sampler": Drawn(own, lambda each: each[0].integers(12), len(rows))}
+        loaders = [DataLoader(rows, batch_size=size, **of) for _ in range(2)]
         self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
         self.loaders = [self.accelerator.prepare(loader) for loader in loaders]
         self.schedule = self.accelerator.prepare(schedule)
@@ -185,6 +192,28 @@ def test_a_killed_loop_ends_with_the_undisturbed_bits_and_records(
     if form is a_call_an_epoch and die_at == 14:  # the next validation made the step's record anew
         expected = [each for each in expected if each[0] != 12 or each[-1] != -1]
     assert records_of(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize("die_at", [6, 10, 14])
+def test_a_sampler_with_generators_of_numpy_repeats_the_order(tmp_path: Path, die_at: int) -> None:
+    """In any epoch: its generator is put back to where the epoch began."""
+    undisturbed = run(tmp_path / "straight", in_the_body, draws_by_numpy=True)
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", in_the_body, die_at, draws_by_numpy=True)
+    resumed = run(tmp_path / "killed", in_the_body, draws_by_numpy=True)
+    assert resumed.orders == undisturbed.orders[-len(resumed.orders) :]
+    assert resumed.weights == undisturbed.weights
+
+
+def test_a_commit_of_an_older_version_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one state for a loader's order: of the sampler's generator, None without one."""
+    undisturbed = run(tmp_path / "straight", in_the_body)
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(accelerate, "_order", lambda loader: (loader.iteration, None, None))
+        run(tmp_path / "killed", in_the_body, 10)
+    assert run(tmp_path / "killed", in_the_body).weights == undisturbed.weights
 
 
 @pytest.mark.parametrize(("die_at", "warns"), [(6, True), (14, False)])
