@@ -43,7 +43,7 @@ def comparison(view: RunView) -> str:
     if not rows:
         return ""
     own = ["this run", *(number(now[each]) for each in names), _began(view.record)]
-    header = ["compared", *map(short, names), "began"]
+    header = ["compared", *map(short, names), "began (UTC)"]
     return table(header, [own, *rows], align="l" * len(header))
 
 

@@ -33,5 +33,5 @@ def render_runs(records: Sequence[RunRecord], links: Links) -> str:
                 code(commit),
             ]
         )
-    header = ["run", "state", "score", "began", "took", "commit"]
+    header = ["run", "state", "score", "began (UTC)", "took", "commit"]
     return f"# Runs of {short(records[0].experiment)}\n\n{table(header, rows, align='llllrl')}\n"

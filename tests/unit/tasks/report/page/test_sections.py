@@ -234,7 +234,7 @@ def test_a_finished_run_is_compared_with_the_last_and_the_best_by_its_evaluation
     ]
     page = page_of(report=report(), previous=last, earlier=earlier)
     assert tables(page)[0] == [
-        ["compared", "accuracy", "loss", "began"],
+        ["compared", "accuracy", "loss", "began (UTC)"],
         [":---"] * 4,
         ["this run", "0.875", "0.25", "2026-11-22 02:00"],
         ["last: `old-1`", "0.75, now 0.125 better", "0.125, now 0.125 worse", "2026-11-20 02:00"],
