@@ -10,6 +10,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.tasks.clusters.dask_log import quiet_dask
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
@@ -53,6 +54,7 @@ def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
             msg = f"cluster.cluster_class {cluster.cluster_class!r} can't be imported: {error}"
             raise InvalidParamsError(msg) from error
         runner.cluster_kwargs = dict(cluster.cluster_kwargs)
+        quiet_dask()
         return
     runner.cluster_class = local_cluster
     if params.world_size > CPU_COUNT:

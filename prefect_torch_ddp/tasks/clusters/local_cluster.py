@@ -19,6 +19,7 @@ from distributed.deploy.spec import ProcessInterface
 from prefect_torch_ddp.gang.warm import PRELOAD
 from prefect_torch_ddp.gang.worker import nanny
 from prefect_torch_ddp.lazy import exported_by
+from prefect_torch_ddp.tasks.clusters.dask_log import log_level, quiet_dask
 
 HEARTBEAT_S = 5.0
 """How often a worker tells the scheduler of itself. Dask's own twice a second take 7 ms of a core
@@ -60,7 +61,7 @@ class NannyProcess(ProcessInterface):
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", nanny.__name__, str(theirs.fileno())),
-                    env={nanny.LOG_LEVEL: _log_level(), **os.environ},
+                    env={nanny.LOG_LEVEL: log_level(), **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -164,16 +165,11 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
-    logging.getLogger("distributed").setLevel(_log_level().upper())
+    quiet_dask()
     with dask.config.set(nanny.QUIET):
         cluster = RunCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
         return cluster
-
-
-def _log_level() -> str:
-    """Return the level that the user set; else Dask writes some 70 lines between the run's own."""
-    return str(dask.config.get("logging.distributed", "warning"))
 
 
 def _slow_heartbeats(scheduler: Any) -> None:
