@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
@@ -35,10 +35,14 @@ def cancel_request() -> Iterator[Callable[[], bool]]:
         return
 
     def look() -> None:
-        while not (is_over.wait(LOOK_EVERY_S) or is_requested.is_set()):
-            with suppress(Exception):  # an API that is away is asked again
-                if _is_cancelling(run_id):
-                    is_requested.set()
+        while not is_over.wait(LOOK_EVERY_S):
+            # An API that is away is asked again. To make a client costs 0.1 s of a core.
+            with suppress(Exception), _own_client() as client:
+                while not _is_cancelling(client, run_id):
+                    if is_over.wait(LOOK_EVERY_S):
+                        return
+                is_requested.set()
+                return
 
     # A thread: a request may hang, and the settings, the API's address with them, are in a context.
     name = "prefect-torch-ddp-cancel-request"
@@ -51,16 +55,22 @@ def cancel_request() -> Iterator[Callable[[], bool]]:
 
 def close_cancelled(run_id: UUID | None) -> None:
     """Set a run of `run_without_runner` Cancelled if it is Cancelling: no other state would do."""
-    if run_id is not None and _is_cancelling(run_id):
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(run_id, Cancelled(message="cancelled"), force=True)
+    if run_id is not None:
+        with _own_client() as client:
+            if _is_cancelling(client, run_id):
+                client.set_flow_run_state(run_id, Cancelled(message="cancelled"), force=True)
 
 
-def _is_cancelling(run_id: UUID) -> bool:
-    own_client = {"timeout": REQUEST_TIMEOUT_S}  # not the one that the flow's thread uses
+@contextmanager
+def _own_client() -> Iterator[SyncPrefectClient]:
+    own = {"timeout": REQUEST_TIMEOUT_S}  # not the one that the flow's thread uses
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(sync_client=True, httpx_settings=own_client) as client,
+        get_client(sync_client=True, httpx_settings=own) as client,
     ):
-        state = client.read_flow_run(run_id).state
+        yield client
+
+
+def _is_cancelling(client: SyncPrefectClient, run_id: UUID) -> bool:
+    state = client.read_flow_run(run_id).state
     return state is not None and state.is_cancelling()
