@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.integrations.generators import capture_own, restore_own
+from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
