@@ -40,15 +40,12 @@ def _prepare(run: Run) -> DatasetReport:
     config = run.rank_config("prepare", attempt=1)
     returned = run_stage(run, config, 1, "logs/prepare")
     if isinstance(returned, LazyDataset):
-        teller = Teller()
-        with current_client() as client, PreparationPage(run.experiment, run.run_id) as page:
-
-            def show(line: str, percent: float) -> None:
-                teller.show(line, percent)
-                page.show(line, percent)
-
+        with (
+            current_client() as client,
+            PreparationPage(run.experiment, run.run_id, Teller().show) as page,
+        ):
             returned = publish_computed(
-                client, run.storage, run.dataset_id, returned, get_run_logger(), show=show
+                client, run.storage, run.dataset_id, returned, get_run_logger(), show=page.show
             )
     made = DatasetReport.model_validate(returned)
     words = "prepared dataset %s (%s files, %s) at %s"

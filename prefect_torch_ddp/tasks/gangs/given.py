@@ -33,7 +33,6 @@ from prefect_torch_ddp.tasks.clusters.current import all_workers_here
 from prefect_torch_ddp.tasks.gangs.collection_parts import kept_encodings
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.report.markdown import count, size
-from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 if TYPE_CHECKING:
     from logging import Logger, LoggerAdapter
@@ -119,7 +118,12 @@ class GivenCollections:
             raise StorageError(msg) from error
 
     def computed(
-        self, client: distributed.Client, storage: Storage, logger: "LoggingAdapter"
+        self,
+        client: distributed.Client,
+        storage: Storage,
+        logger: "LoggingAdapter",
+        *,
+        show: Callable[[str, float], None] = lambda _line, _percent: None,
     ) -> Call:
         """Have each dataset computed that isn't there; return the call with all as storages.
 
@@ -127,6 +131,7 @@ class GivenCollections:
             client: of the cluster whose workers compute.
             storage: of the task.
             logger: reports the progress.
+            show: takes the same line, and how many percent are done, about twice a second.
 
         Raises:
             InvalidParamsError: a worker can't write a collection; names the argument.
@@ -150,9 +155,7 @@ class GivenCollections:
                 continue
             try:
                 all_workers_here(client, storage)  # refuses those that don't see its folder
-                made = publish_computed(
-                    client, storage, name.dataset_id, lazy, logger, show=Teller().show
-                )
+                made = publish_computed(client, storage, name.dataset_id, lazy, logger, show=show)
             except InvalidParamsError as error:
                 msg = f"argument {argument}: {error}"
                 raise InvalidParamsError(msg) from error

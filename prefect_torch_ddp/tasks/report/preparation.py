@@ -1,6 +1,7 @@
 """The page of a run while Dask computes its dataset; the training then takes it over."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,15 +28,26 @@ class PreparationPage:
     Made in a task, used as a context manager. An API that doesn't answer is only a warning.
     """
 
-    def __init__(self, experiment: str, run_id: str, interval_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        experiment: str,
+        run_id: str,
+        tell: Callable[[str, float], None],
+        *,
+        per_task: bool = False,
+        interval_s: float = 5.0,
+    ) -> None:
         """Make it, without anything shown yet.
 
         Args:
             experiment: of the run.
             run_id: of the run.
+            tell: hears all that this is to show.
+            per_task: as the training's report, each task run has its own artifacts.
             interval_s: between two updates.
         """
         self._experiment, self._run_id, self._interval_s = experiment, run_id, interval_s
+        self._tell, self._per_task = tell, per_task
         self._logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
         self._stack = ExitStack()
         self._writer: ArtifactWriter | None = None
@@ -48,6 +60,7 @@ class PreparationPage:
 
     def show(self, line: str, percent: float) -> None:
         """Take in how far it is; written if that is due."""
+        self._tell(line, percent)
         self._newest = line, percent
         if time.monotonic() >= self._next_s:
             self._write(line, percent)
@@ -67,7 +80,8 @@ class PreparationPage:
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 if self._writer is None:
                     client = self._stack.enter_context(artifact_client())
-                    self._writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
+                    ids = get_task_and_flow_run_ids()
+                    self._writer = ArtifactWriter(client, *ids, per_task=self._per_task)
                 page = f"# Preparing the data of {code(self._run_id)}\n\n{text(line)}\n"
                 name = self._experiment
                 self._writer.put("progress", key("progress", name), percent, text(line))

@@ -22,6 +22,7 @@ import xarray as xr
 from dask import delayed
 from distributed import Lock
 from prefect import flow
+from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, StorageError, ddp_script, ddp_task
@@ -33,7 +34,8 @@ from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
 from prefect_torch_ddp.tasks.submitting import submitting
-from prefect_torch_ddp.tasks.watch.terminal import Display
+from prefect_torch_ddp.tasks.watch.terminal import Display, Teller
+from tests.support.runs import report_of
 from tests.support.waiting import wait_until
 from tests.unit.data.test_loader import loader_of
 from tests.workloads.dask_parts import META, failing_part, grids, held_part, part
@@ -287,7 +289,8 @@ def test_the_terminal_shows_how_far_it_is(client, tmp_path) -> None:
     """While the partitions are computed."""
     held = given(frame(partial(held_part, folder=str(tmp_path))))
     with Display("fit") as display, ThreadPoolExecutor(1) as pool:
-        computing = pool.submit(held.computed, client, DirectoryStorage(tmp_path / "s"), logger)
+        storage, show = DirectoryStorage(tmp_path / "s"), Teller().show
+        computing = pool.submit(held.computed, client, storage, logger, show=show)
         try:
             wait_until(lambda: display._plain() == "fit: 0 % · prepared 0 of 6 partitions, 0 bytes")
         finally:
@@ -344,3 +347,23 @@ def test_a_task_trains_on_a_collection_and_its_retry_resumes(dask_cluster, tmp_p
     newest = list_records(storage)[-1]
     assert newest.arguments["rows"] == {"dataset_id": name.dataset_id, "kind": name.kind}
     assert len(list(tmp_path.rglob("*.parquet"))) == 5
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_tasks_page_shows_how_far_its_collection_is(dask_cluster, tmp_path: Path) -> None:
+    """While the workers compute it; the training's report then takes the page over."""
+    train = ddp_task(world_size=1, retries=1, storage=str(tmp_path / "s"))(fit)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def once() -> Any:
+        training = train.submit(frame(partial(held_part, folder=str(tmp_path))))
+        try:
+            wait_until(lambda: "prepared 0 of 6 partitions" in report_of(flow_run.id))
+        finally:
+            (tmp_path / "release").touch()
+        training.result()
+        return flow_run.id
+
+    page = report_of(once())
+    assert page.startswith("# fit: finished")
