@@ -10,12 +10,11 @@ from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
-from prefect_torch_ddp.tasks.report.preparation import PreparationPage
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
-from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -42,7 +41,7 @@ def _prepare(run: Run) -> DatasetReport:
     if isinstance(returned, LazyDataset):
         with (
             current_client() as client,
-            PreparationPage(run.experiment, run.run_id, Teller().show) as page,
+            PreparationPage(run.experiment, run.run_id) as page,
         ):
             returned = publish_computed(
                 client, run.storage, run.dataset_id, returned, get_run_logger(), show=page.show

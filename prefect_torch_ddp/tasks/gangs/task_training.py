@@ -24,10 +24,9 @@ from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
+from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
-from prefect_torch_ddp.tasks.report.preparation import PreparationPage
 from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
-from prefect_torch_ddp.tasks.watch.terminal import Teller
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
 from prefect_torch_ddp.tracking.digest import value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
@@ -114,7 +113,7 @@ def train(
     if given.found:
         with (
             current_client() as client,
-            PreparationPage(experiment, run_id, Teller().show, per_task=True) as page,
+            PreparationPage(experiment, run_id, per_task=True) as page,
         ):
             call = given.computed(client, storage, logger, show=page.show)
     recorder = RunRecorder(storage, draft, code.source)

@@ -1,7 +1,6 @@
 """The page of a run while Dask computes its dataset; the training then takes it over."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,6 +11,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, artifact_client, key
 from prefect_torch_ddp.tasks.report.markdown import code, text
+from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 if TYPE_CHECKING:
     import logging
@@ -23,7 +23,7 @@ def stopped_line(line: str, error: BaseException) -> str:
 
 
 class PreparationPage:
-    """Shows in Prefect how far a preparation is: the artifacts that the training's report updates.
+    """Shows how far a preparation is: to the flow, and by the artifacts of the training's report.
 
     Made in a task, used as a context manager. An API that doesn't answer is only a warning.
     """
@@ -32,7 +32,6 @@ class PreparationPage:
         self,
         experiment: str,
         run_id: str,
-        tell: Callable[[str, float], None],
         *,
         per_task: bool = False,
         interval_s: float = 5.0,
@@ -42,12 +41,11 @@ class PreparationPage:
         Args:
             experiment: of the run.
             run_id: of the run.
-            tell: hears all that this is to show.
             per_task: as the training's report, each task run has its own artifacts.
             interval_s: between two updates.
         """
         self._experiment, self._run_id, self._interval_s = experiment, run_id, interval_s
-        self._tell, self._per_task = tell, per_task
+        self._teller, self._per_task = Teller(), per_task
         self._logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
         self._stack = ExitStack()
         self._writer: ArtifactWriter | None = None
@@ -60,7 +58,7 @@ class PreparationPage:
 
     def show(self, line: str, percent: float) -> None:
         """Take in how far it is; written if that is due."""
-        self._tell(line, percent)
+        self._teller.show(line, percent)
         self._newest = line, percent
         if time.monotonic() >= self._next_s:
             self._write(line, percent)

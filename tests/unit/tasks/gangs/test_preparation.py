@@ -1,6 +1,6 @@
 """What the page of a preparation says of an error."""
 
-from prefect_torch_ddp.tasks.report.preparation import stopped_line
+from prefect_torch_ddp.tasks.gangs.preparation import stopped_line
 
 
 def test_credentials_within_an_error_are_hidden() -> None:
