@@ -73,7 +73,7 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
                 )
                 assert done.returncode == 0, block + done.stdout[-4000:] + done.stderr[-4000:]
                 print(f"{time.monotonic() - began_s:.1f} s: {block.strip()[:60]}")
-                said[block.split(" ")[1]] = done.stdout + done.stderr
+                said[block.split(" ")[1]] = done.stdout
                 if "export " in block:
                     exports = block
                 if block.startswith("sbatch "):
