@@ -43,8 +43,10 @@ ROOT = Path(__file__).parents[3]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
 
 
-def events_of(flow_run_id: UUID, last: str = "training.finished") -> list[dict[str, Any]]:
-    """Return a flow run's events of ours in their order, once the last one is there."""
+def events_of(
+    flow_run_id: UUID, last: str = "training.finished", num_last: int = 1
+) -> list[dict[str, Any]]:
+    """Return a flow run's events of ours in their order, once as many of the last are there."""
     related = {"id": [f"prefect.flow-run.{flow_run_id}"]}
     body = {"filter": {"related": related, "event": {"prefix": ["prefect-torch-ddp."]}}}
 
@@ -55,7 +57,10 @@ def events_of(flow_run_id: UUID, last: str = "training.finished") -> list[dict[s
         return sorted(found, key=lambda event: event["occurred"])
 
     name = f"prefect-torch-ddp.{last}"
-    wait_until(lambda: any(event["event"] == name for event in read()), what=f"the event {name}")
+    wait_until(
+        lambda: sum(event["event"] == name for event in read()) >= num_last,
+        what=f"{num_last} x the event {name}",
+    )
     return read()
 
 
@@ -306,7 +311,7 @@ def test_a_run_whose_evaluation_fails_has_failed(
     assert "tiny: failed after the training</h1>" in report.read_text()
     trained, failed = (
         event["payload"]
-        for event in events_of(flow_run_id)
+        for event in events_of(flow_run_id, num_last=2)
         if event["event"].endswith("training.finished")
     )
     assert (trained["state"], failed["state"]) == ("completed", "failed")
