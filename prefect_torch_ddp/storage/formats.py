@@ -6,8 +6,8 @@ Every JSON object, and the first line of every file of JSON lines, has a `format
 Within a format a later version may add fields. A reader ignores those that it doesn't know, so
 each must be one that may be ignored; whoever reads a file and writes it back keeps them. Any
 other change takes a higher format. A file of a higher format is a `NewerFormatError`. It is not
-damaged, so no older one may be taken in its place, and nothing that it names may be deleted. So
-is a file whose format is something else than a number from 1: what it is isn't guessed.
+damaged, so no older one may be taken in its place, and nothing that it names may be deleted.
+The same holds for a file whose format isn't a whole number from 1: what it is isn't guessed.
 """
 
 import hashlib
