@@ -31,7 +31,13 @@ from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view, trai
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
 from prefect_torch_ddp.tracking.bus import RunEvents
-from prefect_torch_ddp.tracking.description import complete_record, draft_record, fail_record
+from prefect_torch_ddp.tracking.description import (
+    CANCELS,
+    complete_record,
+    draft_record,
+    end_record,
+    state_of,
+)
 
 
 # The storage may hold credentials: no cache key is made of the inputs.
@@ -85,28 +91,30 @@ def publish(
 def failure_published(run: Run, training: TrainingSummary) -> Iterator[None]:
     """Publish what goes wrong between a training and the end of its run, such as an evaluation.
 
-    The task that trained has left a page and a record that say it went well.
+    A cancel too. The task that trained has left a page and a record that say it went well.
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, *CANCELS) as error:
         if not is_superseded(error):
             try:
                 _publish_failure(run, training, error)
             except Exception as trouble:  # noqa: BLE001 - the run fails by its own error
-                get_run_logger().warning("the page can't show why the run failed: %r", trouble)
+                get_run_logger().warning("the page can't show why the run ended: %r", trouble)
         raise
 
 
-def _publish_failure(run: Run, training: TrainingSummary, error: Exception) -> None:
+def _publish_failure(run: Run, training: TrainingSummary, error: BaseException) -> None:
     storage, run_id = run.storage, training.run_id
-    is_tried_again = _is_flow_tried_again()
+    has_failed = state_of(error) == "failed"
+    is_tried_again = has_failed and _is_flow_tried_again()
     about = storage, run_id, run.experiment, error
-    record = fail_record(*about, is_tried_again=is_tried_again)
+    record = end_record(*about, is_tried_again=is_tried_again)
     if record is None:
         return
     view = trained_view(StoredRun.of(storage, run_id), record, training)
-    view.training.status, view.training.cause = "failed", f"{type(error).__name__}: {error}"
+    view.training.status = "failed" if has_failed else "cancelled"
+    view.training.cause = f"{type(error).__name__}: {error}"
     view = replace(view, links=Links(ui_url()), is_tried_again=is_tried_again)
     file = ReportFile(storage, view).start()
     with get_client(sync_client=True) as client:
@@ -117,13 +125,14 @@ def _publish_failure(run: Run, training: TrainingSummary, error: Exception) -> N
     if is_tried_again:
         return
     for line in last_lines(record, view.links, kept):
-        error.add_note(line)
+        if has_failed:
+            error.add_note(line)
+        else:
+            get_run_logger().info("%s", line)
     events = RunEvents(run_id, record.experiment, record.workload)
-    more = {"report": kept} if kept else {}
-    more |= {"resume_from": run_id} if record.checkpoint is not None else {}
-    at = {"step": training.num_steps, "attempt": training.attempt}
-    at |= {"world_size": training.world_size}
-    events.emit("training.finished", **at, state=record.state, cause=record.cause, **more)
+    attempt, world_size = training.attempt, training.world_size
+    at = {"step": training.num_steps, "attempt": attempt, "world_size": world_size}
+    events.emit_end(record, kept, **at)
     events.flush()
 
 

@@ -13,6 +13,8 @@ from prefect.events.worker import EventsWorker
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_jsonable_python
 
+from prefect_torch_ddp.records.run_record import RunRecord
+
 NAMESPACE = "prefect-torch-ddp"
 INTERVAL_S = {"epoch.completed": 5.0, "checkpoint.committed": 1.0}
 """The least time between two events of a kind; what comes sooner gives way to the next one, and
@@ -66,6 +68,19 @@ class RunEvents:
             if all_held or now_s >= self._next_s.get(name, 0.0):
                 self._next_s[name] = now_s + INTERVAL_S[name]
                 self._send(name, self._held.pop(name))
+
+    def emit_end(self, record: RunRecord, report: str = "", **at: Any) -> None:
+        """Tell how a run ended.
+
+        Args:
+            record: of the run.
+            report: where its report is, if it was written.
+            at: where it was: step, attempt and world size.
+        """
+        more = {"report": report} if report else {}
+        if record.state != "completed" and record.checkpoint is not None:
+            more["resume_from"] = record.run_id
+        self.emit("training.finished", **at, state=record.state, cause=record.cause, **more)
 
     def flush(self) -> None:
         """Wait until all is sent, at most `SEND_TIMEOUT_S`: the process may end next."""

@@ -6,17 +6,24 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.runtime import deployment, flow_run
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
 from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import (
+    GangCancelledError,
+    InvalidParamsError,
+    StorageError,
+    TaskCancelled,
+)
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.hiding import HIDDEN, hidden, without_credentials
 from prefect_torch_ddp.records.run_record import (
     RunRecord,
+    RunState,
     find_record,
     flat,
     read_record,
@@ -27,6 +34,14 @@ from prefect_torch_ddp.storage.formats import build_model
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.digest import value_digest
 
+CANCELS = (
+    GangCancelledError,
+    TaskCancelled,
+    CancelledRun,
+    KeyboardInterrupt,
+    TerminationSignal,
+)
+"""What ends a run that is cancelled: it has not failed."""
 MAX_CAUSE = 500
 MAX_CHARACTERS = 2_000
 """Of one option or argument, as JSON."""
@@ -91,20 +106,27 @@ def complete_record(
     return record
 
 
-def fail_record(
-    storage: Storage, run_id: str, experiment: str, error: Exception, *, is_tried_again: bool
+def end_record(
+    storage: Storage, run_id: str, experiment: str, error: BaseException, *, is_tried_again: bool
 ) -> RunRecord | None:
-    """Put on record that a run has failed after its training; None if there is no record.
+    """Put on record how a run ended after its training; None if there is no record.
 
     Raises:
         StorageError: the storage fails.
     """
     record = find_record(storage, run_id, experiment)
     if record is not None:
-        changes = {"state": "failed", "cause": cause_of(error), "is_tried_again": is_tried_again}
-        record = record.model_copy(update=changes)
+        changes = {"state": state_of(error), "cause": cause_of(error)}
+        record = record.model_copy(update={**changes, "is_tried_again": is_tried_again})
         write_record(storage, record)
     return record
+
+
+def state_of(error: BaseException | None) -> RunState:
+    """Return the state of a run by what ended it, if anything did."""
+    if error is None:
+        return "completed"
+    return "cancelled" if isinstance(error, CANCELS) else "failed"
 
 
 def cause_of(error: BaseException | None) -> str:

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from prefect.context import TaskRunContext
-from prefect.exceptions import TerminationSignal
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests
-from prefect_torch_ddp.errors import (
-    GangCancelledError,
-    TaskCancelled,
-    is_superseded,
-)
+from prefect_torch_ddp.errors import is_superseded
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.protocol.events import (
@@ -37,10 +32,15 @@ from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, Goodput, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.bus import RunEvents
-from prefect_torch_ddp.tracking.description import MAX_CAUSE, cause_of, plain_value, split_of
+from prefect_torch_ddp.tracking.description import (
+    MAX_CAUSE,
+    cause_of,
+    plain_value,
+    split_of,
+    state_of,
+)
 from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
-CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 NO_WORD = "its process ended without a word"
 
 
@@ -113,13 +113,11 @@ class RunRecorder:
     def end(self, error: BaseException | None) -> None:
         """Take in how it ended."""
         self.is_superseded = self.is_superseded or is_superseded(error)
-        state = "completed" if error is None else "failed"
-        state = "cancelled" if isinstance(error, CANCELS) else state
         cause, newest = cause_of(error), self._newest
         is_last = error is None or _is_last(error)
         self._close(self._own[-1].attempt if self._own else 0, cause, None)
         self._update(
-            state=state,
+            state=state_of(error),
             cause=cause,
             is_tried_again=not is_last,
             ended=datetime.now(UTC),
@@ -141,11 +139,7 @@ class RunRecorder:
             self._say_epoch(self._own[-1].attempt, newest.epoch)
         if self.is_last:
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
-            record, more = self.record, {"report": report} if report else {}
-            if record.state != "completed" and record.checkpoint is not None:
-                more["resume_from"] = record.run_id
-            about = {"state": record.state, "cause": record.cause, **more}
-            self._emit("training.finished", step=step, **about)
+            self._events.emit_end(self.record, report, **{**self._where(), "step": step})
         self._events.flush()
 
     def write(self) -> None:
@@ -267,13 +261,15 @@ class RunRecorder:
             self._emit("epoch.completed", epoch=epoch, metrics=dict(self.record.metrics))
 
     def _emit(self, name: str, **payload: Any) -> None:
+        self._events.emit(name, **{**self._where(), **payload})
+
+    def _where(self) -> dict[str, int | None]:
         last = self._own[-1] if self._own else None
-        at = {
+        return {
             "step": self._newest.step if self._newest else None,
             "attempt": last.attempt if last else None,
             "world_size": last.world_size if last else None,
         }
-        self._events.emit(name, **{**at, **payload})
 
     def _update(self, **changes: Any) -> None:
         with self._lock:

@@ -70,6 +70,27 @@ def report_of(flow_run_id: UUID) -> str:
     return "".join(pages)
 
 
+def events_of(
+    flow_run_id: UUID, last: str = "training.finished", num_last: int = 1
+) -> list[dict[str, Any]]:
+    """Return a flow run's events of ours in their order, once as many of the last are there."""
+    related = {"id": [f"prefect.flow-run.{flow_run_id}"]}
+    body = {"filter": {"related": related, "event": {"prefix": ["prefect-torch-ddp."]}}}
+
+    def read() -> list[dict[str, Any]]:
+        with get_client(sync_client=True) as client:
+            answer = client.request("POST", "/events/filter", json={**body, "limit": 50})
+        found: list[dict[str, Any]] = answer.json()["events"]
+        return sorted(found, key=lambda event: event["occurred"])
+
+    name = f"prefect-torch-ddp.{last}"
+    wait_until(
+        lambda: sum(event["event"] == name for event in read()) >= num_last,
+        what=f"{num_last} x the event {name}",
+    )
+    return read()
+
+
 def wait_until_said(flow_run_id: UUID, *texts: str) -> None:
     """Wait for a line in the flow run's log that has all the texts.
 

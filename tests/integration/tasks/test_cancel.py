@@ -24,11 +24,20 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train_run import run_id_of
 from prefect_torch_ddp.tasks.watch.cancel import stop_task
 from tests.support.gangs import pids_in
-from tests.support.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of
+from tests.support.runs import (
+    events_of,
+    logs_of,
+    newest_flow_run,
+    report_of,
+    states_of,
+    states_passed,
+    task_runs_of,
+)
 from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -235,11 +244,17 @@ def test_a_cancel_in_prefect_of_a_run_without_a_deployment(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("stage", "num_ranks"), [("prepare", 1), ("evaluate", 2)])
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "how"),
+    [("prepare", 1, "sigterm"), ("evaluate", 2, "sigterm"), ("evaluate", 2, "prefect")],
+)
 def test_cancel_of_a_run_that_does_not_train(
-    tmp_path: Path, shared: ClusterParams, stage: str, num_ranks: int
+    tmp_path: Path, shared: ClusterParams, stage: str, num_ranks: int, how: str
 ) -> None:
-    """Ranks that prepare or evaluate end at once, and the states are Cancelled."""
+    """Ranks that prepare or evaluate end at once, and the states are Cancelled.
+
+    So are the page and the record of a run that has trained.
+    """
     (tmp_path / "pids").mkdir()
     params = TrainParams(
         workload="tests.workloads.tiny",
@@ -249,11 +264,34 @@ def test_cancel_of_a_run_that_does_not_train(
     )
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks = ranks_of(tmp_path, num_ranks)
-        process.terminate()
+        if how == "sigterm":
+            process.terminate()
+        else:
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(newest_run()[0], Cancelling())
         wait_until_gone(ranks)
         process.wait(HANG_S)
-    assert "CancelledRun" in (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert "CancelledRun" in said
+    flow_run_id, run_id = newest_run()
     check_task_cancelled(check_flow_cancelled(), stage)
+    records = list_records(DirectoryStorage(tmp_path / "store"))
+    if stage == "prepare":
+        assert not records
+        return
+    (record,) = records
+    assert (record.state, record.num_steps, record.is_tried_again) == ("cancelled", 21, False)
+    assert record.cause.startswith("TaskCancelled: ")
+    top = report_of(flow_run_id).partition("\n## ")[0]
+    assert top.startswith("# tiny: cancelled after the training\n")
+    assert f'resume_from="{run_id}"' in top
+    assert f'to continue: resume_from="{run_id}"' in said
+    *_, last = (
+        each["payload"]
+        for each in events_of(flow_run_id, num_last=2)
+        if each["event"].endswith("training.finished")
+    )
+    assert (last["state"], last["resume_from"]) == ("cancelled", run_id)
 
 
 @pytest.mark.extended

@@ -11,7 +11,6 @@ from uuid import UUID
 import pytest
 from distributed import Client, LocalCluster, Status, get_worker
 from prefect import flow
-from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
@@ -34,34 +33,13 @@ from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tracking.digest import value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.integration.tasks.test_recovery import params_of
-from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, report_of
+from tests.support.runs import artifacts_of, events_of, flow_run_id_of, logs_of, report_of
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 ROOT = Path(__file__).parents[3]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
-
-
-def events_of(
-    flow_run_id: UUID, last: str = "training.finished", num_last: int = 1
-) -> list[dict[str, Any]]:
-    """Return a flow run's events of ours in their order, once as many of the last are there."""
-    related = {"id": [f"prefect.flow-run.{flow_run_id}"]}
-    body = {"filter": {"related": related, "event": {"prefix": ["prefect-torch-ddp."]}}}
-
-    def read() -> list[dict[str, Any]]:
-        with get_client(sync_client=True) as client:
-            answer = client.request("POST", "/events/filter", json={**body, "limit": 50})
-        found: list[dict[str, Any]] = answer.json()["events"]
-        return sorted(found, key=lambda event: event["occurred"])
-
-    name = f"prefect-torch-ddp.{last}"
-    wait_until(
-        lambda: sum(event["event"] == name for event in read()) >= num_last,
-        what=f"{num_last} x the event {name}",
-    )
-    return read()
 
 
 def names_of(events: list[dict[str, Any]]) -> list[str]:

@@ -118,10 +118,10 @@ def advice(view: RunView) -> str:
 
 
 def _has_trained(view: RunView) -> bool:
-    """Tell whether what failed came after the training: its last attempt ended well."""
+    """Tell whether what ended it came after the training: its last attempt ended well."""
     last = view.record.attempts[-1] if view.record.attempts else None
     is_done = last is not None and last.ended is not None and not last.cause
-    return is_done and view.training.status == "failed"
+    return is_done and view.training.status in ("failed", "cancelled")
 
 
 def resume_line(record: RunRecord) -> str:
