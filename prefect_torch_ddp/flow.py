@@ -13,7 +13,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
-from prefect_torch_ddp.results import Report, TrainReport
+from prefect_torch_ddp.results import DatasetReport, Report, TrainReport
 from prefect_torch_ddp.server import flow_server
 from prefect_torch_ddp.tasks.clusters.current import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
@@ -111,23 +111,15 @@ def _run(run: Run) -> TrainReport:
             display.show("starting, or connecting to it")
             display.turn()
             is_here = connect(params, run.storage)
-        # The result at each hop: a failed task's future would hide the cause from the next
-        # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
-        # future lives. Next to the cluster, what needs no ranks is done here: a Dask worker takes
-        # 0.1 s to begin a task.
-        there = run.find_dataset()
-        prepare_now = prepare.with_options(refresh_cache=there is None)
-        if there is not None and is_here:
-            prepare_now(run)  # a result that Prefect kept may describe deleted data
-            dataset = there
-        else:
-            dataset = _resubmitted(PREPARED_AGAIN, prepare_now, params, run)
+        with failure_published(run):
+            dataset = _prepared(run, is_here=is_here)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         with trackers_fed(params, run.storage, run.experiment):
-            training = _resubmitted(RESUMED, train_now, params, run, dataset)
-            with failure_published(run, training):
+            with failure_published(run, by_task=True):
+                training = _resubmitted(RESUMED, train_now, params, run, dataset)
+            with failure_published(run):
                 checkpoint = chosen_checkpoint(run, training)
                 scored = run, checkpoint, training.world_size
                 evaluation = _resubmitted(EVALUATED_AGAIN, evaluate, params, *scored)
@@ -143,6 +135,19 @@ def _run(run: Run) -> TrainReport:
         if where is not None:
             get_run_logger().info("the %s: %s", what, where)
     return report.model_copy(update={"flow_run_url": url})
+
+
+def _prepared(run: Run, *, is_here: bool) -> DatasetReport:
+    # The result at each hop: a failed task's future would hide the cause from the next
+    # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
+    # future lives. Next to the cluster, what needs no ranks is done here: a Dask worker takes
+    # 0.1 s to begin a task.
+    there = run.find_dataset()
+    prepare_now = prepare.with_options(refresh_cache=there is None)
+    if there is None or not is_here:
+        return _resubmitted(PREPARED_AGAIN, prepare_now, run.params, run)
+    prepare_now(run)  # a result that Prefect kept may describe deleted data
+    return there
 
 
 @contextmanager

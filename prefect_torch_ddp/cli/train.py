@@ -112,7 +112,12 @@ def resume(
     opened = storage_of(storage)
     run_id = find_run(opened, run)
     record = read_record(opened, run_id)
-    if record.dataset is None:
+    if record.is_of_flow and record.dataset is None:
+        msg = (
+            f"run {run_id} ended before its data was prepared: nothing can be continued, train anew"
+        )
+        raise InvalidParamsError(msg)
+    if not record.is_of_flow:
         msg = (
             f"run {run_id} isn't a run of train_flow, and can't be resumed by its record: call its "
             f"task again, with resume_from={run_id!r}"

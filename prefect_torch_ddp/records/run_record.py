@@ -139,6 +139,17 @@ class RunRecord(Result):
         self._unknown = unknown
 
     @property
+    def is_of_flow(self) -> bool:
+        """Whether it is a run of `train_flow`, not of a `ddp_task`."""
+        return "workload" in self.parameters
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether its training ended well, whatever came after it."""
+        last = self.attempts[-1] if self.attempts else None
+        return last is not None and last.ended is not None and not last.cause
+
+    @property
     def is_over(self) -> bool:
         """Whether its training has ended, and its task isn't retried.
 

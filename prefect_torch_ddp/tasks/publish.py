@@ -16,6 +16,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.errors import is_superseded
+from prefect_torch_ddp.records.run_record import find_record
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
@@ -27,14 +28,14 @@ from prefect_torch_ddp.tasks.gangs.checked_ledger import checked_ledger
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, put_page, put_runs, ui_url
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.report_file import ReportFile, last_lines
-from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view, trained_view
+from prefect_torch_ddp.tasks.report.stored import StoredRun, ended_view, finished_view
+from prefect_torch_ddp.tasks.train import draft_of
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.terminal import Teller
 from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.description import (
     CANCELS,
     complete_record,
-    draft_record,
     end_record,
     state_of,
 )
@@ -71,8 +72,7 @@ def publish(
     )
     record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
     if record is None:
-        about = {"workload": params.workload, "dataset": dataset}
-        record = draft_record(params, training.run_id, experiment, storage, **about)
+        record = draft_of(run, dataset)
     view = replace(finished_view(stored, record, report), links=Links(ui_url()))
     logger, file = get_run_logger(), ReportFile(storage, view).start()
     with get_client(sync_client=True) as client:
@@ -88,33 +88,37 @@ def publish(
 
 
 @contextmanager
-def failure_published(run: Run, training: TrainingSummary) -> Iterator[None]:
-    """Publish what goes wrong between a training and the end of its run, such as an evaluation.
+def failure_published(run: Run, *, by_task: bool = False) -> Iterator[None]:
+    """Publish what ends a run outside of its training, a cancel too.
 
-    A cancel too. The task that trained has left a page and a record that say it went well.
+    If the task that trains has begun, it has left a page and a record of how that went.
+
+    Args:
+        run: to publish it of.
+        by_task: the task publishes its failure itself, if it isn't lost with its worker.
     """
     try:
         yield
     except (Exception, *CANCELS) as error:
         if not is_superseded(error):
             try:
-                _publish_failure(run, training, error)
+                _publish_failure(run, error, by_task=by_task)
             except Exception as trouble:  # noqa: BLE001 - the run fails by its own error
                 get_run_logger().warning("the page can't show why the run ended: %r", trouble)
         raise
 
 
-def _publish_failure(run: Run, training: TrainingSummary, error: BaseException) -> None:
-    storage, run_id = run.storage, training.run_id
+def _publish_failure(run: Run, error: BaseException, *, by_task: bool) -> None:
+    storage, run_id = run.storage, run.run_id
+    record = find_record(storage, run_id, run.experiment)
+    if record is not None and by_task and record.state != "training":
+        return
     has_failed = state_of(error) == "failed"
     is_tried_again = has_failed and _is_flow_tried_again()
-    about = storage, run_id, run.experiment, error
-    record = end_record(*about, is_tried_again=is_tried_again)
-    if record is None:
-        return
-    view = trained_view(StoredRun.of(storage, run_id), record, training)
-    view.training.status = "failed" if has_failed else "cancelled"
-    view.training.cause = f"{type(error).__name__}: {error}"
+    begun = record or draft_of(run, run.find_dataset())
+    record = end_record(storage, begun, error, is_tried_again=is_tried_again)
+    cause = f"{type(error).__name__}: {error}"
+    view = ended_view(StoredRun.of(storage, run_id), record, cause)
     view = replace(view, links=Links(ui_url()), is_tried_again=is_tried_again)
     file = ReportFile(storage, view).start()
     with get_client(sync_client=True) as client:
@@ -130,9 +134,9 @@ def _publish_failure(run: Run, training: TrainingSummary, error: BaseException) 
         else:
             get_run_logger().info("%s", line)
     events = RunEvents(run_id, record.experiment, record.workload)
-    attempt, world_size = training.attempt, training.world_size
-    at = {"step": training.num_steps, "attempt": attempt, "world_size": world_size}
-    events.emit_end(record, kept, **at)
+    last = record.attempts[-1] if record.attempts else None
+    at = {"attempt": last.attempt, "world_size": last.world_size} if last else {}
+    events.emit_end(record, kept, step=record.num_steps, **at)
     events.flush()
 
 

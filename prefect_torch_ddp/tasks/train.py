@@ -10,6 +10,7 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import read_failures
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
@@ -65,20 +66,24 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
     return done
 
 
-def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    params = run.params
-    draft = draft_record(
-        params,
+def draft_of(run: Run, dataset: DatasetReport | None) -> RunRecord:
+    """Return what is known of a run before it trains; without a dataset before that is there."""
+    return draft_record(
+        run.params,
         run.run_id,
         run.experiment,
         run.storage,
-        workload=params.workload,
-        data_options=plain_values(params.data_options),
+        workload=run.params.workload,
+        data_options=plain_values(run.params.data_options),
         dataset=dataset,
         weights_from=weights_from(run.resume_from),
     )
+
+
+def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
+    params = run.params
     source = path_of(params.workload.partition(":")[0], params.workload)
-    recorder = RunRecorder(run.storage, draft, source)
+    recorder = RunRecorder(run.storage, draft_of(run, dataset), source)
     with training_gang(
         params,
         recorder,

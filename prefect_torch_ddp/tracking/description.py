@@ -12,6 +12,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
+from prefect_torch_ddp.checkpoint.manifest import newest_ref
 from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.errors import (
     GangCancelledError,
@@ -107,18 +108,19 @@ def complete_record(
 
 
 def end_record(
-    storage: Storage, run_id: str, experiment: str, error: BaseException, *, is_tried_again: bool
-) -> RunRecord | None:
-    """Put on record how a run ended after its training; None if there is no record.
+    storage: Storage, record: RunRecord, error: BaseException, *, is_tried_again: bool
+) -> RunRecord:
+    """Put on record how a run ended outside of its training.
 
     Raises:
         StorageError: the storage fails.
     """
-    record = find_record(storage, run_id, experiment)
-    if record is not None:
-        changes = {"state": state_of(error), "cause": cause_of(error)}
-        record = record.model_copy(update={**changes, "is_tried_again": is_tried_again})
-        write_record(storage, record)
+    changes: dict[str, Any] = {"state": state_of(error), "cause": cause_of(error)}
+    changes |= {"is_tried_again": is_tried_again, "ended": record.ended or datetime.now(UTC)}
+    # If the task that trained was killed, the record lacks the newest ones.
+    changes["checkpoint"] = newest_ref(storage, record.run_id) or record.checkpoint
+    record = record.model_copy(update=changes)
+    write_record(storage, record)
     return record
 
 
@@ -149,7 +151,9 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, Dataset
     lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
     if record.dataset is None or lacks:
         why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
-        why = why if lacks else "it isn't a run of train_flow"
+        if not lacks:
+            prepared = "it ended before its data was prepared"
+            why = prepared if record.is_of_flow else "it isn't a run of train_flow"
         msg = f"run {run_id} can't be evaluated or resumed by its record: {why}"
         raise InvalidParamsError(msg)
     params, _ = build_model(TrainParams, {**given, "seed": record.seed})

@@ -10,7 +10,7 @@ from typing import Any
 from prefect.context import TaskRunContext
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests
+from prefect_torch_ddp.checkpoint.manifest import newest_ref
 from prefect_torch_ddp.errors import is_superseded
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
@@ -286,8 +286,7 @@ class RunRecorder:
             for each in earlier.attempts
         )
         # If that task run was killed, or the storage was full, its record lacks the newest ones.
-        there = live_manifests(self._storage, self.record.run_id, allow_newer=True)
-        checkpoint = checkpoint_ref(self._storage, there[-1]) if there else earlier.checkpoint
+        checkpoint = newest_ref(self._storage, self.record.run_id) or earlier.checkpoint
         with self._lock:
             self.record.keep(earlier.unknown)
             kept: dict[str, Any] = {"began": earlier.began}

@@ -18,13 +18,13 @@ from prefect_torch_ddp.records.metrics import (
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import RunRecord, newest_runs, previous_run
 from prefect_torch_ddp.records.timing import newest_lines
-from prefect_torch_ddp.results import EpochRow, TrainingSummary, TrainReport
+from prefect_torch_ddp.results import EpochRow, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.page.checkpoints import KeptCheckpoint
 from prefect_torch_ddp.tasks.report.page.headline import RunView
 from prefect_torch_ddp.tasks.report.page.ranks import RecentTimes
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tracking.runs import goodput_so_far
 
 LOOK_INTERVAL_S = 20.0
@@ -63,18 +63,31 @@ class StoredRun:
 
 def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> RunView:
     """Return what the page of a run of train_flow shows at its end."""
-    view = trained_view(stored, record, report.training)
-    view.training.status = "finished"
-    return replace(view, report=report)
-
-
-def trained_view(stored: StoredRun, record: RunRecord, training: TrainingSummary) -> RunView:
-    """Return what the page of a run of train_flow shows of its training, once that is over."""
-    at = stored.storage, stored.run_id
+    training = report.training
     steps, epochs = training.num_steps, training.num_epochs
     newest = Progress(steps, epochs, steps, total_epochs=epochs)
+    shown = TrainingProgress(training.world_size, training.attempt, "finished", newest=newest)
+    return replace(_view(stored, record, shown), report=report)
+
+
+def ended_view(stored: StoredRun, record: RunRecord, cause: str) -> RunView:
+    """Return what the page of a run of train_flow shows that failed or was cancelled."""
+    last = record.attempts[-1] if record.attempts else None
+    status: Status = "failed" if record.state == "failed" else "cancelled"
+    world_size, attempt = (last.world_size, last.attempt) if last else (0, 1)
+    shown = TrainingProgress(world_size, attempt, status, cause)
+    view = _view(stored, record, shown)
+    steps, epochs = record.num_steps or 0, record.num_epochs or 0
+    if record.has_trained:
+        shown.newest = Progress(steps, epochs, steps, total_epochs=epochs)
+    elif view.curves.step:
+        shown.settle(view.curves.step, view.curves.epoch)
+    return view
+
+
+def _view(stored: StoredRun, record: RunRecord, shown: TrainingProgress) -> RunView:
+    at = stored.storage, stored.run_id
     curves = MetricCurves(stored.records).snapshot()
-    shown = TrainingProgress(training.world_size, training.attempt, "trained", newest=newest)
     shown.metrics = dict(curves.last)
     return RunView(
         record,

@@ -253,7 +253,7 @@ def test_cancel_of_a_run_that_does_not_train(
 ) -> None:
     """Ranks that prepare or evaluate end at once, and the states are Cancelled.
 
-    So are the page and the record of a run that has trained.
+    So are the page and the record of the run.
     """
     (tmp_path / "pids").mkdir()
     params = TrainParams(
@@ -275,14 +275,19 @@ def test_cancel_of_a_run_that_does_not_train(
     assert "CancelledRun" in said
     flow_run_id, run_id = newest_run()
     check_task_cancelled(check_flow_cancelled(), stage)
-    records = list_records(DirectoryStorage(tmp_path / "store"))
-    if stage == "prepare":
-        assert not records
-        return
-    (record,) = records
-    assert (record.state, record.num_steps, record.is_tried_again) == ("cancelled", 21, False)
+    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    num_steps = 21 if stage == "evaluate" else None
+    assert (record.state, record.num_steps, record.is_tried_again) == (
+        "cancelled",
+        num_steps,
+        False,
+    )
     assert record.cause.startswith("TaskCancelled: ")
     top = report_of(flow_run_id).partition("\n## ")[0]
+    if stage == "prepare":
+        assert top.startswith("# tiny: cancelled before the training\n")
+        assert "run it again. It begins from the start" in top
+        return
     assert top.startswith("# tiny: cancelled after the training\n")
     assert f'resume_from="{run_id}"' in top
     assert f'to continue: resume_from="{run_id}"' in said

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
+from uuid import UUID
 
 import psutil
 import pytest
@@ -21,7 +22,15 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.errors import SupervisorLostError
-from tests.support.runs import flow_run_id_of, newest_flow_run, train_states, wait_until_said
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.runs import (
+    flow_run_id_of,
+    newest_flow_run,
+    report_of,
+    train_states,
+    wait_until_said,
+)
 from tests.support.separate_cluster import SeparateCluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import write_pid
@@ -61,6 +70,22 @@ def lose_the_worker_of_the_train_task(tmp_path: Path, how: str) -> None:
 def test_the_worker_of_the_train_task_is_lost(tmp_path: Path) -> None:
     """The train task's own Dask worker gets SIGKILL; chaos stops it instead."""
     lose_the_worker_of_the_train_task(tmp_path, "kill_grandparent")
+
+
+def test_a_run_that_is_lost_for_good_has_failed(tmp_path: Path) -> None:
+    """Its record and its page say so, and how to continue, though the task can't."""
+    params = params_of(tmp_path, "kill_grandparent", world_size=1)
+    with pytest.raises(SupervisorLostError) as raised:
+        train_flow(params.model_copy(update={"retries": 0}))
+    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    assert record.state == "failed"
+    assert record.cause.startswith("SupervisorLostError: Dask worker ")
+    assert f'to continue: resume_from="{record.run_id}"' in raised.value.__notes__
+    assert record.flow_run_id is not None
+    top = report_of(UUID(record.flow_run_id)).partition("\n## ")[0]
+    assert top.startswith("# tiny: failed")
+    assert "died while it ran the task itself" in top
+    assert f'resume_from="{record.run_id}"' in top
 
 
 def test_the_worker_of_the_evaluate_task_is_lost(tmp_path: Path) -> None:

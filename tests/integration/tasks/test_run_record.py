@@ -298,3 +298,37 @@ def test_a_run_whose_evaluation_fails_has_failed(
     again = train_flow(params.model_copy(update={"resume_from": "latest"}))
     assert (again.training.resumed_from_step, again.training.num_steps) == (14, 14)
     assert list_runs(store).state.tolist() == ["completed", "failed"]
+
+
+@pytest.mark.extended
+def test_a_run_whose_preparation_fails_has_failed(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Page, report, record, list, event and error say so; there is nothing to continue."""
+    store = tmp_path / "store"
+    params = params_of(store, dask_cluster.scheduler_address)
+    params = params.model_copy(update={"data_options": {"num_samples": "many"}})
+    with pytest.raises(RankFailedError, match="TypeError") as raised:
+        train_flow(params)
+    record = only_record(store)
+    assert (record.state, record.dataset, record.attempts) == ("failed", None, ())
+    assert record.cause.startswith("RankFailedError: rank ")
+    assert record.data_options == {"num_samples": "many"}
+    assert record.ended is not None
+    report = store / "runs" / record.run_id / "report.html"
+    assert raised.value.__notes__[-1] == f"the report: {report}"
+    assert record.flow_run_id is not None
+    flow_run_id = UUID(record.flow_run_id)
+    top = report_of(flow_run_id).partition("\n## ")[0]
+    assert top.startswith("# tiny: failed before the training\n")
+    assert "TypeError" in top
+    assert "remove the cause and run it again. It begins from the start" in top
+    assert "tiny: failed before the training</h1>" in report.read_text()
+    (ended,) = (event["payload"] for event in events_of(flow_run_id))
+    assert (ended["state"], ended["report"]) == ("failed", str(report))
+    assert "resume_from" not in ended
+
+    repaired = {"data_options": {}, "resume_from": "latest"}
+    again = train_flow(params.model_copy(update=repaired))
+    assert (again.training.resumed_from_step, again.training.num_steps) == (None, 21)
+    assert list_runs(store).state.tolist() == ["completed", "failed"]

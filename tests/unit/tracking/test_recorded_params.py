@@ -6,16 +6,20 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
-from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.tracking.description import draft_record, recorded_params
 from tests.support.pages import DATASET
 
 
-def put_on_record(storage: DirectoryStorage, options: dict[str, Any], *, flow: bool = True) -> None:
+def put_on_record(
+    storage: DirectoryStorage, options: dict[str, Any], kind: str = "a flow's"
+) -> None:
     """Write a run's record as a training does."""
-    params = TrainParams(storage=storage.uri, options=options)
-    about = {"workload": params.workload, "dataset": DATASET if flow else None}
+    params: ContextParams = TrainParams(storage=storage.uri, options=options)
+    if kind == "a task's":
+        params = ContextParams(storage=storage.uri, options=options)
+    about = {"workload": "w", "dataset": DATASET if kind == "a flow's" else None}
     write_record(storage, draft_record(params, "r", "e", storage, **about))
 
 
@@ -31,21 +35,26 @@ def test_the_parameters_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "flow", "why"),
+    ("options", "kind", "why"),
     [
-        ({"net": [{"api_token": "x"}]}, True, r"\['options.net'\] is not on record"),
-        ({"table": "postgresql://me:x@host/db"}, True, r"\['options.table'\] is not on record"),
-        ({"rows": list(range(2_000))}, True, r"\['options.rows'\] is not on record"),
-        ({"fn": Path.cwd}, True, r"\['options.fn'\] is not on record"),
-        ({}, False, "it isn't a run of train_flow"),
+        ({"net": [{"api_token": "x"}]}, "a flow's", r"\['options.net'\] is not on record"),
+        (
+            {"table": "postgresql://me:x@host/db"},
+            "a flow's",
+            r"\['options.table'\] is not on record",
+        ),
+        ({"rows": list(range(2_000))}, "a flow's", r"\['options.rows'\] is not on record"),
+        ({"fn": Path.cwd}, "a flow's", r"\['options.fn'\] is not on record"),
+        ({}, "a task's", "it isn't a run of train_flow"),
+        ({}, "not prepared", "it ended before its data was prepared"),
     ],
-    ids=["hidden", "a URL with a user", "long", "not plain", "no flow"],
+    ids=["hidden", "a URL with a user", "long", "not plain", "no flow", "not prepared"],
 )
 def test_what_is_not_on_record_is_named(
-    tmp_path: Path, options: dict[str, Any], flow: bool, why: str
+    tmp_path: Path, options: dict[str, Any], kind: str, why: str
 ) -> None:
     """A value that the record lacks is an error, and no stand-in replaces it."""
     storage = DirectoryStorage(tmp_path)
-    put_on_record(storage, options, flow=flow)
+    put_on_record(storage, options, kind)
     with pytest.raises(InvalidParamsError, match=why):
         recorded_params(storage, "r")

@@ -69,6 +69,8 @@ def headline(view: RunView) -> str:
     status: str = training.status
     if _has_trained(view):
         status += " after the training"
+    elif view.record.is_of_flow and last is None and status != "training":
+        status += " before the training"
     # Without a step of its own the last attempt on record is an earlier one.
     elif last and last.step is not None and training.newest is not None and status == "failed":
         status += f" in step {count(last.step)}"
@@ -118,10 +120,8 @@ def advice(view: RunView) -> str:
 
 
 def _has_trained(view: RunView) -> bool:
-    """Tell whether what ended it came after the training: its last attempt ended well."""
-    last = view.record.attempts[-1] if view.record.attempts else None
-    is_done = last is not None and last.ended is not None and not last.cause
-    return is_done and view.training.status in ("failed", "cancelled")
+    """Tell whether what ended it came after the training."""
+    return view.record.has_trained and view.training.status in ("failed", "cancelled")
 
 
 def resume_line(record: RunRecord) -> str:

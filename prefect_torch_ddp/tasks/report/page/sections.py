@@ -163,7 +163,7 @@ def _metrics(view: RunView) -> str:
 def _params(view: RunView) -> str:
     """Show parameters that aren't at their defaults, then options and arguments."""
     record = view.record
-    kind = ContextParams if record.dataset is None else TrainParams  # of a task, or of the flow
+    kind = TrainParams if record.is_of_flow else ContextParams
     usual = dict(flat(kind.model_construct().model_dump(mode="json")))
     ours = [(name, value) for name, value in flat(record.parameters) if value != usual.get(name)]
     named = {"options": record.options, "data_options": record.data_options}
