@@ -1,7 +1,8 @@
 """Metric records as rows, which tests compare; the package reads them in columns."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 import pytest
 
@@ -23,6 +24,9 @@ class Record:
     time: float
     num_samples: int
     metrics: dict[str, float]
+
+
+_fields_but_metrics = attrgetter("step", "epoch", "rank", "attempt", "time", "num_samples")
 
 
 def record(step, rank=0, attempt=1, *, epoch=1, num_samples=1, **metrics) -> Record:
@@ -62,7 +66,7 @@ class Shelf(Storage):
 
 def columns(rows: Iterable[Record]) -> metrics.Records:
     """Make columns of rows."""
-    return metrics.records_of((astuple(row)[:-1], row.metrics) for row in rows)
+    return metrics.records_of((_fields_but_metrics(row), row.metrics) for row in rows)
 
 
 def rows(records: metrics.Records) -> list[Record]:
