@@ -1,12 +1,16 @@
 """Real servers as fixtures: Prefect, Dask, Ceph. Wide in scope, since they cost seconds."""
 
+import fcntl
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +31,49 @@ if TYPE_CHECKING:
     from tests.support.s3_server import S3Server, Wire
     from tests.support.separate_cluster import SeparateCluster
 
+_DATABASE = "prefect.db"
+_OF_A_NEW_SERVER = ("memo_store.toml", _DATABASE)
+"""What a server has written by the time that it answers: that it knows Prefect's blocks."""
 STOP_S = 30.0
 READY_S = 300.0
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run a real Prefect server with its own home and SQLite file; give its API URL."""
-    with prefect_server_in(tmp_path_factory.mktemp("prefect-server")) as url:
+def prefect_server(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[str]:
+    """Run a real Prefect server with its own home and SQLite file; give its API URL.
+
+    Migrations are half of the start of a server without a database. So pytest's cache keeps what
+    the first server of this version has made, and others begin with a copy.
+    """
+    home = tmp_path_factory.mktemp("prefect-server")
+    cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+    name = f"prefect-{metadata.version('prefect')}"
+    kept = cache.mkdir(name) if cache else tmp_path_factory.mktemp(name)
+    with (kept / "lock").open("w") as lock, ExitStack() as running:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes that test wait for the first server
+        if is_kept := (kept / _DATABASE).exists():
+            for name in _OF_A_NEW_SERVER:
+                shutil.copy(kept / name, home)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        url = running.enter_context(prefect_server_in(home))
+        if not is_kept:
+            _keep_database(home, kept)
+            fcntl.flock(lock, fcntl.LOCK_UN)
         yield url
+
+
+def _keep_database(home: Path, kept: Path) -> None:
+    for name in _OF_A_NEW_SERVER[:-1]:
+        shutil.copy(home / name, kept)
+    part = kept / "part"
+    with (
+        closing(sqlite3.connect(home / _DATABASE)) as live,
+        closing(sqlite3.connect(part)) as copy,
+    ):
+        live.backup(copy)
+    part.replace(kept / _DATABASE)
 
 
 @contextmanager
