@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,14 @@ REASONS = {
 }
 
 
-@pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+@contextmanager
+def cluster_with_libraries(place: Path) -> Iterator[Client]:
     """Start a cluster of one worker that has its own folder of installed packages."""
-    user_site = sysconfig.get_path("purelib", "posix_user", vars={"userbase": str(tmp_path)})
-    installed, own = Path(user_site), tmp_path / "own"
-    for folder in (installed, own, tmp_path / "loads"):
+    user_site = sysconfig.get_path("purelib", "posix_user", vars={"userbase": str(place)})
+    installed, own = Path(user_site), place / "own"
+    for folder in (installed, own, place / "loads"):
         folder.mkdir(parents=True)
-    note = NOTE.format(place=str(tmp_path / "loads"))
+    note = NOTE.format(place=str(place / "loads"))
     for name, code in LIBRARIES.items():
         (installed / f"{name}.py").write_text(note + code)
     (own / "trains.py").write_text(
@@ -57,23 +58,45 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
         "def train(): return os.getpid(), os.getppid()\n"
         "def handler(): return signal.getsignal(signal.SIGTERM) is os._exit, os.getppid()\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [Path.cwd(), installed])))
-    monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path))
-    monkeypatch.setattr(site, "USER_SITE", user_site)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [Path.cwd(), installed])))
+        patch.setenv("PYTHONUSERBASE", str(place))
+        patch.setattr(site, "USER_SITE", user_site)
+        protocol.package_folders.cache_clear()
+        patch.syspath_prepend(str(own))
+        patch.syspath_prepend(str(installed))
+        with (
+            LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+            Client(cluster) as client,
+        ):
+            yield client
     protocol.package_folders.cache_clear()
-    monkeypatch.syspath_prepend(str(own))
-    monkeypatch.syspath_prepend(str(installed))
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of the libraries of the cluster that tests share."""
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.fixture(scope="module")
+def client(place: Path) -> Iterator[Client]:
+    """Share a cluster among tests that name different libraries: a worker remembers what it has
+    tried to load."""
+    with cluster_with_libraries(place) as client:
         yield client
-    protocol.package_folders.cache_clear()
 
 
-def loads(tmp_path: Path, library: str) -> list[int]:
+@pytest.fixture
+def own_client(tmp_path: Path) -> Iterator[Client]:
+    """Start a cluster whose worker has tried nothing."""
+    with cluster_with_libraries(tmp_path) as client:
+        yield client
+
+
+def loads(place: Path, library: str) -> list[int]:
     """Return the processes that imported a library."""
-    path = tmp_path / "loads" / library
+    path = place / "loads" / library
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
@@ -89,78 +112,78 @@ def run(
 
 
 @pytest.mark.extended
-def test_a_library_that_is_named_is_loaded_once(client: Client, tmp_path: Path) -> None:
+def test_a_library_that_is_named_is_loaded_once(client: Client, place: Path) -> None:
     """`warm` loads the library, and only later gangs that name it get it."""
     warm(client, preload=["good"])
-    wait_until(lambda: bool(loads(tmp_path, "good")))
+    wait_until(lambda: bool(loads(place, "good")))
     _, servers, said = run(client, ("good",))
-    assert set(loads(tmp_path, "good")) == servers
+    assert set(loads(place, "good")) == servers
     ranks, same, said_again = run(client, ("good", "better"))
     assert same == servers, "it loads what is wanted besides"
-    assert set(loads(tmp_path, "better")) > servers
-    assert ranks.isdisjoint(loads(tmp_path, "good"))
-    assert ranks.isdisjoint(loads(tmp_path, "better"))
+    assert set(loads(place, "better")) > servers
+    assert ranks.isdisjoint(loads(place, "good"))
+    assert ranks.isdisjoint(loads(place, "better"))
     without, others, said_last = run(client)
     assert others.isdisjoint(servers)
-    assert without <= set(loads(tmp_path, "good"))
+    assert without <= set(loads(place, "good"))
     assert said == said_again == said_last == []
 
 
 @pytest.mark.extended
 def test_a_library_that_cannot_be_loaded_ahead_is_left_to_the_ranks(
-    client: Client, tmp_path: Path
+    own_client: Client, tmp_path: Path
 ) -> None:
     """The log names the library and the reason once, and the others are loaded."""
-    ranks, _, said = run(client, ("good", *REASONS))
+    ranks, _, said = run(own_client, ("good", *REASONS))
     for library, reason in REASONS.items():
         assert f"loaded in each rank and not in advance: {library} ({reason})" in said
         assert ranks <= set(loads(tmp_path, library))
-    _, _, said_again = run(client, ("good", *REASONS))
+    _, _, said_again = run(own_client, ("good", *REASONS))
     assert (len(said), said_again) == (len(REASONS), [])
     with pytest.raises(InvalidParamsError, match="'trains', which is your own module"):
-        run(client, ("trains",))
+        run(own_client, ("trains",))
 
 
 def test_a_library_is_tried_again_if_the_kernel_killed_its_server(
-    client: Client, tmp_path: Path
+    client: Client, place: Path
 ) -> None:
     """A gang whose server is killed while it loads runs without it; the next one loads it."""
     ranks, _, said = run(client, ("killed_once",))
     assert said == [
         "loaded in each rank and not in advance: killed_once (the fork server ended with status -9)"
     ]
-    assert ranks <= set(loads(tmp_path, "killed_once"))
+    assert ranks <= set(loads(place, "killed_once"))
     again, servers, said = run(client, ("killed_once",))
     assert said == []
-    assert servers <= set(loads(tmp_path, "killed_once"))
-    assert again.isdisjoint(loads(tmp_path, "killed_once"))
+    assert servers <= set(loads(place, "killed_once"))
+    assert again.isdisjoint(loads(place, "killed_once"))
 
 
 def test_only_a_gang_that_names_a_library_says_that_it_was_not_loaded(
-    client: Client, tmp_path: Path
+    client: Client, place: Path
 ) -> None:
     """The next gang that names the library reports the failure of `warm`, and no other gang."""
     warm(client, preload=["fails_once"])
-    wait_until(lambda: bool(loads(tmp_path, "fails_once")))
+    wait_until(lambda: bool(loads(place, "fails_once")))
     said = [run(client, preload)[2] for preload in ((), ("fails_once",), ("fails_once",))]
     text = f"loaded in each rank and not in advance: fails_once ({REASONS['fails_once']})"
     assert said == [[], [text], []]
 
 
 @pytest.mark.extended
-def test_a_worker_without_rank_0_keeps_no_note(client: Client) -> None:
+def test_a_worker_without_rank_0_keeps_no_note(own_client: Client) -> None:
     """A later gang doesn't repeat the message of an earlier one."""
-    cluster: Any = client.cluster
+    cluster: Any = own_client.cluster
     cluster.scale(2)
-    client.wait_for_workers(2, timeout=HANG_S)
+    own_client.wait_for_workers(2, timeout=HANG_S)
     events: list[GangEvent] = []
     call: dict[str, Any] = {"preload": ("fails_once",), "on_event": events.append}
-    (_, server), _ = run_gang(client, "trains:train", world_size=2, **call)
+    (_, server), _ = run_gang(own_client, "trains:train", world_size=2, **call)
     assert sum(isinstance(event, LogLine) for event in events) == 1
     worker = psutil.Process(server).ppid()
-    of_rank_0 = [address for address, pid in client.run(os.getpid).items() if pid == worker]
-    assert list(client.retire_workers(of_rank_0)) == of_rank_0
-    assert run(client, ("fails_once",))[2] == []
+    of_rank_0 = [address for address, pid in own_client.run(os.getpid).items() if pid == worker]
+    assert list(own_client.retire_workers(of_rank_0)) == of_rank_0
+    assert run(own_client, ("fails_once",))[2] == []
 
 
 def test_a_librarys_signal_handler_is_the_ranks_and_not_the_servers(client: Client) -> None:
