@@ -104,11 +104,11 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "timeout_s"),
     [
-        ("loading_asleep", 1.0),
+        pytest.param("loading_asleep", 1.0, marks=pytest.mark.more),
         ("loading_at_work", 1.0),
         ("saving", 1.0),
         ("validating_asleep", 1.0),
-        ("validating_at_work", 2.0),
+        pytest.param("validating_at_work", 2.0, marks=pytest.mark.more),
         ("compiling", 1.0),
     ],
 )

@@ -54,7 +54,9 @@ def test_rank_0_works_on_after_the_others_have_returned(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["sleeping", "in a C function", "messages"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("sleeping", marks=pytest.mark.more), "in a C function", "messages"]
+)
 def test_rank_0_works_on_after_a_training_that_tracks(
     client: Client, tmp_path: Path, how: str
 ) -> None:

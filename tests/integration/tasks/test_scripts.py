@@ -41,9 +41,19 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+RESTART, RETRY = {"max_restarts": 1}, {"retries": 1}
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("script", [str(SCRIPT), MODULE], ids=["a file", "a module"])
-@pytest.mark.parametrize("again", [{"max_restarts": 1}, {"retries": 1}], ids=["restart", "retry"])
+@pytest.mark.parametrize(
+    ("again", "script"),
+    [
+        pytest.param(RESTART, str(SCRIPT), id="restart-a file"),
+        pytest.param(RESTART, MODULE, id="restart-a module", marks=pytest.mark.more),
+        pytest.param(RETRY, str(SCRIPT), id="retry-a file", marks=pytest.mark.more),
+        pytest.param(RETRY, MODULE, id="retry-a module"),
+    ],
+)
 def test_a_killed_script_goes_on_from_its_own_checkpoint(
     tmp_path: Path,
     dask_cluster: LocalCluster,
@@ -75,6 +85,7 @@ def test_a_killed_script_goes_on_from_its_own_checkpoint(
     assert metrics["loss"].notna().any(), "the script reports by current_context()"
 
 
+@pytest.mark.extended
 def test_a_script_needs_no_word_on_its_process_group(
     tmp_path: Path, dask_client: Client, of_torchrun: dict[str, torch.Tensor]
 ) -> None:
