@@ -88,6 +88,7 @@ def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
     assert "no prefect on tcp://127.0.0.1" in " ".join(done.stdout.split())
 
 
+@pytest.mark.extended
 def test_workers_that_cant_write_and_a_gang_that_was_not_tried(tmp_path: Path) -> None:
     """Workers that can read the storage but not write it are named, and so is what isn't tried."""
     began, enough = tmp_path / "began", tmp_path / "enough"

@@ -85,7 +85,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "how"), [("directory", "flipped"), ("directory", "missing"), ("bucket", "flipped")]
+    ("where", "how"),
+    [
+        ("directory", "flipped"),
+        ("directory", "missing"),
+        pytest.param("bucket", "flipped", marks=pytest.mark.extended),
+    ],
 )
 def test_each_object(
     trained: tuple[Storage, str],

@@ -133,7 +133,12 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "begin_at"), [*(("directory", step) for step in (5, 6, 1, 8)), ("s3", 2), ("s3", 7)]
+    ("where", "begin_at"),
+    [
+        *(("directory", step) for step in (5, 6, 1, 8)),
+        ("s3", 2),
+        pytest.param("s3", 7, marks=pytest.mark.extended),
+    ],
 )
 def test_of_attempts_that_race_the_older_loses(
     tmp_path: Path,

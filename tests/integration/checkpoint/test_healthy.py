@@ -203,7 +203,10 @@ def train(ctx: RankContext, kind: str) -> tuple[int, list[float], list[str]]:
     return training.run()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LONGER = {"compiled": pytest.mark.extended}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=LONGER.get(kind, ())) for kind in KINDS])
 def test_a_healthy_training_is_let_alone(tmp_path: Path, kind: str) -> None:
     """All its checkpoints exist, the weights are equal, and only differing floats cause one
     warning."""

@@ -226,6 +226,7 @@ def save_by_hand(folder: str, num_steps: int) -> tuple[int, list[float]]:
     return begun, weights
 
 
+@pytest.mark.extended
 def test_a_sharded_model_can_be_saved_by_hand(tmp_path: Path) -> None:
     """The recipe of docs/recipes/sharded.md resumes to the undisturbed weights."""
     (undisturbed, _) = run_ranks(save_by_hand, 2, str(tmp_path / "a"), 6)

@@ -113,7 +113,7 @@ def test_a_collective_waits_as_long_as_the_option_says(dask_client: Client) -> N
         run_gang(dask_client, hanging.plain_hang, args=(1,), world_size=2, collective_timeout_s=3.0)
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_early_return_of_a_rank_that_tracks(
     dask_client: Client, tmp_path: Path, leaver: int
 ) -> None:

@@ -229,7 +229,9 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert server.is_alive
 
 
-@pytest.mark.parametrize("signals", [(), (signal.SIGTERM, signal.SIGINT)])
+@pytest.mark.parametrize(
+    "signals", [pytest.param((), marks=pytest.mark.extended), (signal.SIGTERM, signal.SIGINT)]
+)
 def test_a_server_that_still_loads_dies_with_its_worker(signals: tuple[int, ...]) -> None:
     """A loading server ends with its worker, also after signals to all processes."""
     begin = "from prefect_torch_ddp.gang.worker.fork_client import ForkServer"

@@ -220,9 +220,8 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: Clus
     assert train_flow(TrainParams(**given, cluster=shared)).training.num_steps == 21
 
 
-@pytest.mark.parametrize(
-    "whose", ["train_flow", pytest.param("a user", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("whose", ["train_flow", "a user"])
 def test_a_cancel_in_prefect_of_a_run_without_a_deployment(
     tmp_path: Path, shared: ClusterParams, whose: str
 ) -> None:

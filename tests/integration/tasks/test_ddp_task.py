@@ -782,7 +782,13 @@ def test_a_callback_that_fails_keeps_no_other_from_being_called(
     assert "a bug of a callback" in caplog.text
 
 
-@pytest.mark.parametrize("has_order", [True, False], ids=["in order", "as completed"])
+@pytest.mark.parametrize(
+    "has_order",
+    [
+        pytest.param(True, id="in order"),
+        pytest.param(False, id="as completed", marks=pytest.mark.extended),
+    ],
+)
 def test_of_mapped_calls_one_that_fails_is_heard_of_at_once(
     dask_cluster: LocalCluster, tmp_path: Path, *, has_order: bool
 ) -> None:
