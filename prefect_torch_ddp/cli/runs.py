@@ -112,7 +112,7 @@ def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
         ("run", f"{record.run_id}, {record.state}"),
         ("cause", record.cause),
         ("score", _score(record)),
-        ("trained", f"{steps}{ranks}, {tried}"),
+        ("trained", f"{steps}{ranks}, {tried}" if record.attempts or not record.ended else ""),
         ("began", f"{record.began.astimezone():%Y-%m-%d %H:%M}, took {_duration(record) or '?'}"),
         ("workload", f"{record.workload}{code}"),
         ("options", options),

@@ -6,6 +6,7 @@ Each is a page, as an artifact, and a report in the storage.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -97,26 +98,29 @@ def failure_published(run: Run, *, by_task: bool = False) -> Iterator[None]:
         run: to publish it of.
         by_task: the task publishes its failure itself, if it isn't lost with its worker.
     """
+    began = datetime.now(UTC)
     try:
         yield
     except (Exception, *CANCELS) as error:
         if not is_superseded(error):
             try:
-                _publish_failure(run, error, by_task=by_task)
+                _publish_failure(run, error, began, by_task=by_task)
             except Exception as trouble:  # noqa: BLE001 - the run fails by its own error
                 get_run_logger().warning("the page can't show why the run ended: %r", trouble)
         raise
 
 
-def _publish_failure(run: Run, error: BaseException, *, by_task: bool) -> None:
+def _publish_failure(run: Run, error: BaseException, began: datetime, *, by_task: bool) -> None:
     storage, run_id = run.storage, run.run_id
     record = find_record(storage, run_id, run.experiment)
     if record is not None and by_task and record.state != "training":
         return
     has_failed = state_of(error) == "failed"
     is_tried_again = has_failed and _is_flow_tried_again()
-    begun = record or draft_of(run, run.find_dataset())
-    record = end_record(storage, begun, error, is_tried_again=is_tried_again)
+    if record is None:
+        draft = draft_of(run, run.find_dataset())
+        record = draft.model_copy(update={"began": began})
+    record = end_record(storage, record, error, is_tried_again=is_tried_again)
     cause = f"{type(error).__name__}: {error}"
     view = ended_view(StoredRun.of(storage, run_id), record, cause)
     view = replace(view, links=Links(ui_url()), is_tried_again=is_tried_again)

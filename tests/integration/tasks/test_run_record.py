@@ -25,6 +25,7 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
+from prefect_torch_ddp.cli.runs import facts
 from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -315,6 +316,8 @@ def test_a_run_whose_preparation_fails_has_failed(
     assert record.cause.startswith("RankFailedError: rank ")
     assert record.data_options == {"num_samples": "many"}
     assert record.ended is not None
+    assert record.duration_s > 0.01  # of the preparation
+    assert ("trained", "") in facts(record, "", str(store))
     report = store / "runs" / record.run_id / "report.html"
     assert raised.value.__notes__[-1] == f"the report: {report}"
     assert record.flow_run_id is not None
