@@ -37,7 +37,7 @@ nightly: $(VENV)/.installed ## deploy nightly and the examples, on a local Prefe
 
 # Unit tests run before any cluster's threads are in their process: some compare what a process has
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
-test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 6 minutes
+test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 9 to 13 minutes
 	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) tests/integration -m "not (extended or long or more)" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
@@ -51,7 +51,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types, the layers and t
 docs: $(VENV)/.installed-docs ## build the manual as a site, build/docs/index.html; ARGS=serve shows it while you write
 	$(MKDOCS) $(or $(ARGS),build) --strict
 
-integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, tables, many kill points; 10 minutes
+integration: $(VENV)/.installed-dev system-packages ## run more of them: Ceph, browsers, tables, many kill points; 16 to 24 minutes
 	$(PYTEST) tests/integration -m "extended and not (long or more)" $(WAITING) $(ARGS)
 
 long: $(VENV)/.installed-dev system-packages ## run the longest: Slurm, PBS, the manual as typed, whole nights; 33 minutes
