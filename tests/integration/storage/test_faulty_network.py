@@ -94,15 +94,15 @@ def check_that_all_is_right(
     )
 
 
-CASES = {
-    "ceph, broken connections": ("ceph", ("reset", "cut", "lost answer")),
-    "ceph, damaged answers": ("ceph", ("truncated", "changed byte", "wrong ETag")),
-    "ceph, busy, slow or silent": ("ceph", ("503", "500", "slow", "hangs")),
-    "moto, all together": ("moto", tuple(FAULTS)),
-}
+CASES = [
+    pytest.param("ceph", ("reset", "cut", "lost answer"), id="ceph, broken connections"),
+    pytest.param("ceph", ("truncated", "changed byte", "wrong ETag"), id="ceph, damaged answers"),
+    pytest.param("ceph", ("503", "500", "slow", "hangs"), id="ceph, busy, slow or silent"),
+    pytest.param("moto", tuple(FAULTS), id="moto, all together", marks=pytest.mark.more),
+]
 
 
-@pytest.mark.parametrize(("server", "kinds"), CASES.values(), ids=CASES, indirect=["server"])
+@pytest.mark.parametrize(("server", "kinds"), CASES, indirect=["server"])
 def test_a_training_on_a_bad_network_ends_right(
     dask_client: Client, server: S3Server, undisturbed: list[dict[str, Any]], kinds: tuple[str, ...]
 ) -> None:
