@@ -10,9 +10,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
+from prefect_torch_ddp.integrations.transformers_data import DataPlace
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
-_RNG = re.compile(r"rng_state_\d+\.pth$")
+_RANKS_OWN = re.compile(r"(rng_state|data)_\d+\.pth$")
 _CUT = "epoch-ended-early"
 """In commits of a training in which an epoch had fewer steps than Transformers computes."""
 
@@ -41,6 +42,7 @@ def attach(trainer: Trainer) -> str | None:
         ),
         "save_strategy='best', which skips checkpoints that are due; set it to 'no', and "
         "CheckpointParams(best_metric=...)": args.save_strategy == "best",
+        "ignore_data_skip, which begins an interrupted epoch again": args.ignore_data_skip,
         "save_only_model, without which there is no optimizer to resume": args.save_only_model,
         "FSDP and DeepSpeed, whose files are each rank's": (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -53,7 +55,8 @@ def attach(trainer: Trainer) -> str | None:
     }
     refuse_options(refused)
     refuse_other_ranks(ctx, "Transformers", "rng_state*.pth")  # without a number if there is one
-    callback = _Callback(ctx)
+    data = DataPlace(ctx, trainer)
+    callback = _Callback(ctx, data)
     trainer.add_callback(callback)
     run_epoch = trainer._run_epoch  # noqa: SLF001 - nothing public comes before its first step
 
@@ -61,6 +64,7 @@ def attach(trainer: Trainer) -> str | None:
         others.remove(callback)  # those that a resume restores were put after it
         others.append(callback)
         if not callback.is_done:  # the Trainer asks whether it is to stop only after a step
+            data.begin_epoch(given)
             run_epoch(**given)
 
     trainer._run_epoch = run_epoch_if_left  # noqa: SLF001
@@ -70,8 +74,8 @@ def attach(trainer: Trainer) -> str | None:
 class _Callback(TrainerCallback):  # type: ignore[misc]
     """Saves and stops when all ranks are to, and shows steps and metrics."""
 
-    def __init__(self, ctx: RankContext) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: RankContext, data: DataPlace) -> None:
+        self._ctx, self._data = ctx, data
         self._keeps_best = ctx.config.checkpoint.best_metric is not None
         self._asked_at = 0  # the newest step at which the Trainer itself asked for no save
         self._saved_at = 0
@@ -83,8 +87,10 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
         self._ours: Path | None = None
 
-    def on_train_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, _args: Any, state: Any, control: Any, **given: Any) -> None:
         self._saved_at = state.global_step
+        if state.global_step > 0:
+            self._data.refuse_other_sizes(given["train_dataloader"])
         if self._has_cut and state.global_step > 0:
             text = (
                 "an epoch ended early before the checkpoint of step %d, for example because of "
@@ -139,12 +145,14 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
             (folder / self._end).touch()
         if rank == 0 and self._has_cut:
             (folder / _CUT).touch()
+        self._data.save(folder)
+        own = {f"rng_state_{rank}.pth", self._data.file}
         files = [
             path.relative_to(folder)
             for path in folder.rglob("*")
             # Ranks may share the folder. Rank 0 writes all but the others' generators.
             if path.is_file()
-            and (path.name == f"rng_state_{rank}.pth" or (rank == 0 and not _RNG.match(path.name)))
+            and (path.name in own or (rank == 0 and not _RANKS_OWN.match(path.name)))
         ]
         self._ctx.commit(folder, step=state.global_step, files=files)
         if self._ours is not None and self._ctx.local_rank == 0:

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,8 @@ def digest_of_state(state: dict[str, torch.Tensor]) -> str:
 class Texts(torch.utils.data.Dataset):
     """Random texts of eight tokens."""
 
-    def __init__(self) -> None:
-        self._tokens = torch.randint(0, 50, (40, 8), generator=torch.Generator().manual_seed(1))
+    def __init__(self, size: int = 40) -> None:
+        self._tokens = torch.randint(0, 50, (size, 8), generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -52,6 +54,34 @@ class Drawn(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return self._size
+
+
+class Permuted(torch.utils.data.Sampler[int]):
+    """Draws an epoch's order as it begins, by the global generator if it is given none."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(40, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return 40
+
+
+SAMPLERS: dict[str, Callable[[], torch.utils.data.Sampler[int]]] = {
+    "global": Permuted,
+    "own": lambda: Permuted(torch.Generator().manual_seed(4)),
+    "python": lambda: Drawn(random.Random(4), lambda each: each.randrange(40)),
+}
+"""Samplers that a Trainer is given, by where they draw from."""
+
+
+def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate texts with a tenth of their tokens replaced, drawn by the global generator."""
+    tokens = torch.stack([each["input_ids"] for each in samples])
+    inputs = tokens.masked_fill(torch.rand(tokens.shape) < 0.1, 0)
+    return {"input_ids": inputs, "labels": tokens}
 
 
 DieAt = int | Callable[[int], None] | None
@@ -74,13 +104,26 @@ def die_once(marks: Path, step: int, at: DieAt, rank: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_once_saved(marks: Path, at: int, step: int) -> None:
-    """Kill rank 1 so, once a checkpoint is committed: it is written while steps are made."""
+def die_once_saved(marks: Path, at: int, step: int, saved: int = 1) -> None:
+    """Kill the last rank so, once a checkpoint of this step or a later one is committed: it is
+    written while steps are made."""
     ctx = current_context()
     assert ctx is not None
-    if step == at and ctx.attempt == ctx.rank == 1:
-        wait_until(lambda: list_manifests(ctx.config.storage, ctx.run_id))
+    if step == at and ctx.attempt == 1 and ctx.rank == min(1, ctx.world_size - 1):
+        manifests = partial(list_manifests, ctx.config.storage, ctx.run_id)
+        wait_until(lambda: any(each.step >= saved for each in manifests()))
     die_once(marks, step, at)
+
+
+def with_sampler(name: str | None) -> Any:
+    """Return Transformers' Trainer, with this one of SAMPLERS if there is a name."""
+    from transformers import Trainer
+
+    class Sampled(Trainer):
+        def _get_train_sampler(self, *given: Any, **named: Any) -> Any:
+            return super()._get_train_sampler(*given, **named) if not name else SAMPLERS[name]()
+
+    return Sampled
 
 
 def transformers(
@@ -93,6 +136,9 @@ def transformers(
     ends_epoch_at: int | None = None,
     cuts_epoch_at: int | None = None,
     cuda: bool = False,
+    sampler: str | None = None,
+    num_texts: int = 40,
+    collator: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> str:
     """Train a GPT-2 with dropout by Transformers' Trainer; return the digest of its weights.
@@ -105,7 +151,6 @@ def transformers(
         EarlyStoppingCallback,
         GPT2Config,
         GPT2LMHeadModel,
-        Trainer,
         TrainerCallback,
         TrainingArguments,
         set_seed,
@@ -148,10 +193,11 @@ def transformers(
         }
         callbacks.append(EarlyStoppingCallback(patience, early_stopping_threshold=9.0))
     args = TrainingArguments(str(Path(folder) / "out"), **usual | options)
-    trainer = Trainer(
+    trainer = with_sampler(sampler)(
         model=GPT2LMHeadModel(config),
         args=args,
-        train_dataset=Texts(),
+        data_collator=collator,
+        train_dataset=Texts(num_texts),
         eval_dataset=Texts(),
         callbacks=callbacks,
     )

@@ -170,12 +170,14 @@ def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
     """The error names each option that is set, on every rank, before the first step."""
     best: dict[str, object] = {"load_best_model_at_end": True, "save_strategy": "no"}
     only_model: dict[str, object] = {"save_only_model": True}
+    skip: dict[str, object] = {"ignore_data_skip": True}
     only_best = {"save_strategy": "best", "metric_for_best_model": "eval_loss"}
     # Without use_cpu, a Trainer that finds no GPU takes itself for the only process. FSDP isn't
     # here: on CPUs Accelerate ignores it.
     early: dict[str, object] = {"stops_early": True}
     kept = early | {"restore_callback_states_from_checkpoint": True}
     asked = [best, only_model, best | only_model, only_best, early, kept, {}, {"use_cpu": False}]
+    asked.append(skip)
     options = [{"use_cpu": True, **option} for option in asked]
     folder = str(tmp_path / "out")
     values = train_on(2, config_for(tmp_path), trainers.refused_transformers, folder, options)
@@ -200,4 +202,5 @@ def test_what_a_trainer_cant_keep_right_is_refused(tmp_path: Path) -> None:
             "attached",
             "attached",
             f"{beginning}rank 0 of 1 where it is {rank} of 2; without GPUs set use_cpu=True",
+            f"{beginning}ignore_data_skip, which begins an interrupted epoch again",
         ]
