@@ -71,6 +71,26 @@ def test_a_killed_lightning_trainer_ends_with_the_undisturbed_bits(
     assert metrics["val_loss"].notna().sum() >= 3
 
 
+@MORE
+def test_a_rank_that_is_killed_after_a_commit_and_before_the_next_step(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """The next attempt continues from that commit, with the undisturbed bits."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    with Client(dask_cluster) as client:
+
+        def train(folder: Path, die_at: trainers.DieAt) -> list[str]:
+            folder.mkdir(exist_ok=True)
+            call = config_for(folder, 4), trainers.lightning, (str(folder), die_at)
+            return run_gang(client, RUN_WITH_CONTEXT, args=call, world_size=2)
+
+        die = partial(trainers.die_once_saved, killed, 9, saved=8)
+        with pytest.raises(RankFailedError, match=r"rank 1 .* was killed by SIGKILL"):
+            train(killed, die)
+        assert list_manifests(DirectoryStorage(killed), "run")[-1].step == 8
+        assert train(killed, None) == train(straight, None)
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
