@@ -251,7 +251,33 @@ def test_a_lightning_trainer_keeps_the_generators_of_its_own_loader(
     assert _with_own_generator(tmp_path / "killed", of, None) == undisturbed
 
 
-def _with_own_generator(storage: Path, of: str, die_at: int | None) -> str:
+@pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
+@pytest.mark.parametrize(
+    ("die_at", "num_texts", "has"),
+    [
+        (15, 36, "36 samples in 9 batches"),
+        (15, 12, "12 samples in 3 batches"),
+        (10, 36, None),
+        (15, 40, None),
+    ],
+    ids=["fewer", "fewer than are done", "between epochs", "as many"],
+)
+def test_a_lightning_trainer_finishes_an_epoch_with_the_data_of_its_beginning_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, die_at: int, num_texts: int, has: str | None
+) -> None:
+    """The error names both numbers; before, some samples were used twice or never."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    with pytest.raises(ChildProcessError):
+        _with_own_generator(tmp_path, "loader", die_at)
+    if has is None:
+        assert _with_own_generator(tmp_path, "loader", None, num_texts)
+        return
+    said = f"the middle of an epoch of 40 samples in 10 batches, and here it has {has}: "
+    with pytest.raises(InvalidParamsError, match=said):
+        _with_own_generator(tmp_path, "loader", None, num_texts)
+
+
+def _with_own_generator(storage: Path, of: str, die_at: int | None, num_texts: int = 40) -> str:
     """Train three epochs of ten steps in this process; return the digest of the weights."""
     import pytorch_lightning as pl
 
@@ -270,7 +296,7 @@ def _with_own_generator(storage: Path, of: str, die_at: int | None) -> str:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), 0.01)
 
-    data = trainers.Texts()
+    data = trainers.Texts(num_texts)
     if of == "loader":
         own = torch.Generator().manual_seed(4)
         loader = DataLoader(data, 4, shuffle=True, generator=own)
