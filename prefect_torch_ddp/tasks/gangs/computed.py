@@ -1,5 +1,6 @@
 """The dataset that Dask computes: parts written by the workers, the manifest last."""
 
+import asyncio
 import pickle
 import time
 from collections import Counter, defaultdict
@@ -160,17 +161,29 @@ class _Writing:
         writes = self._parts.writes
         self._began_s = self._said_s = time.monotonic()
         try:
-            while left := [i for i in range(len(writes)) if i not in self._written]:
+            while now := self._next():
                 # At once: one graph for all, which Dask orders so that little is in memory.
-                futures = self._client.compute([writes[i] for i in left])
-                self._futures = dict(zip(futures, left, strict=True))
+                futures = self._client.compute([writes[i] for i in now])
+                self._futures = dict(zip(futures, now, strict=True))
                 # What was lost is computed again when the scheduler has forgotten that it failed:
                 # when nothing needs it any longer.
                 while self._futures:
                     self._take_written()
+                # Dask releases a future in its own thread: until then it would have the next one
+                # of that part for the same, and give its failure for another.
+                self._client.sync(asyncio.sleep, 0)
         finally:
             self._client.cancel(list(self._futures), force=True)
         return [self._written[i] for i in range(len(writes))]
+
+    def _next(self) -> list[int]:
+        """Return what is to be computed next, all at once.
+
+        A part that may be lost for the last time comes alone: its worker died of no other.
+        """
+        left = [i for i in range(len(self._parts.writes)) if i not in self._written]
+        suspected = [i for i in left if len(self._lost_with.get(i, ())) == MAX_DEATHS - 1]
+        return [i for i in left if i not in suspected] or suspected[:1]
 
     def _take_written(self) -> None:
         """Wait for a while; note the parts that were written meanwhile."""

@@ -75,11 +75,18 @@ def test_a_killed_worker_costs_only_its_partitions(tmp_path) -> None:
 
 
 @pytest.mark.extended
-def test_a_partition_that_kills_every_worker_is_named(tmp_path) -> None:
-    """Dask's error has a note with the partition's number and the workers that died."""
+@pytest.mark.parametrize(("workers", "threads"), [(2, 1), (1, 2)], ids=["alone", "with another"])
+def test_a_partition_that_kills_every_worker_is_named(tmp_path, workers: int, threads: int) -> None:
+    """Dask's error has a note with the partition's number and the workers that died.
+
+    Another partition that a worker had isn't blamed.
+    """
     storage = DirectoryStorage(tmp_path / "store")
     options = {"scheduler_kwargs": {"allowed_failures": 0}}
-    with own_cluster(2, **options) as (_, client), pytest.raises(KilledWorker) as raised:
+    with (
+        own_cluster(workers, threads, **options) as (_, client),
+        pytest.raises(KilledWorker) as raised,
+    ):
         publish_computed(client, storage, "d", lazy(deadly_part, 2), logger)
     (note,) = raised.value.__notes__
     says = "number 1 of the partitions, counted from 0, was lost with its Dask worker 3 times: "
