@@ -139,8 +139,7 @@ def _run(run: Run) -> TrainReport:
 
 def _prepared(run: Run, *, is_here: bool) -> DatasetReport:
     # The result at each hop: a failed task's future would hide the cause from the next
-    # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
-    # future lives. Next to the cluster, what needs no ranks is done here: a Dask worker takes
+    # (UnfinishedRun). Next to the cluster, what needs no ranks is done here: a Dask worker takes
     # 0.1 s to begin a task.
     there = run.find_dataset()
     prepare_now = prepare.with_options(refresh_cache=there is None)

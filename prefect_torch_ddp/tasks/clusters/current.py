@@ -237,6 +237,10 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
         raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
+    finally:
+        # Dask runs a finished task again when its worker is lost, as long as a future is left; and
+        # this one stays in the frames of each TimeoutError of the wait, until they are collected.
+        task.wrapped_future.release()
 
 
 def _empty_limit_s(params: TrainParams) -> float:

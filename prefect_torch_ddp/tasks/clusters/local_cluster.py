@@ -30,6 +30,12 @@ FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 60.0
 """How long to wait after a worker that did not start: twice as long each time, up to this."""
 NEVER_S = 1e9
+LOCKS = {
+    "distributed.scheduler.locks.lease-timeout": "10s",
+    "distributed.scheduler.locks.lease-validation-interval": "2s",
+}
+"""After how long the lock of a killed worker is free again, which its replacement waits for: Dask's
+own are 30 s and 10 s."""
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +172,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
     quiet_dask()
-    with dask.config.set(nanny.QUIET):
+    with dask.config.set(nanny.QUIET | LOCKS):
         cluster = RunCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
         return cluster

@@ -82,7 +82,7 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
     """
     collection = _unpickled(lazy)
     folder, files_key = new_files_folder(dataset_id)
-    with _only_one(client, f"prefect-torch-ddp {storage.uri} {dataset_id}"):
+    with _only_one(client, storage, dataset_id, logger):
         if (there := find_dataset(storage, dataset_id)) is not None:
             return there
         try:
@@ -98,15 +98,22 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
 
 
 @contextmanager
-def _only_one(client: distributed.Client, name: str) -> Iterator[None]:
+def _only_one(
+    client: distributed.Client, storage: Storage, dataset_id: str, logger: "LoggingAdapter"
+) -> Iterator[None]:
     """Hold a lock of the cluster; another task that computes the same would double the work.
 
-    Dask frees it if the process that holds it is lost.
+    Dask frees it if the process that holds it is lost, 30 s later if nobody set another time.
     """
+    name = f"prefect-torch-ddp {storage.uri} {dataset_id}"
     lock = distributed.Lock(name, scheduler_rpc=client.scheduler, loop=client.loop)
-    why_unwanted = own_task_watch()
+    why_unwanted, is_told = own_task_watch(), False
     while not lock.acquire(timeout=LOOK_S):
         _stop_if(why_unwanted())
+        if not is_told:
+            is_told = True
+            until = "until it has, or Dask has noticed that its process is lost"
+            logger.info("another task prepares dataset %s: waiting %s", dataset_id, until)
     try:
         yield
     finally:

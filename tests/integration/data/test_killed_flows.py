@@ -60,10 +60,12 @@ def test_whatever_is_killed_the_weights_are_the_undisturbed_ones(
     }
     params = undisturbed.model_copy(update=changes)
     with flow_process(tmp_path, params.model_dump_json()) as process:
-        wait_until((tmp_path / "mark" / "0").exists)
+        for reached in (tmp_path / "died", tmp_path / "mark" / "0"):
+            wait_until(reached.exists, what=str(reached))
         _, run_id = newest_run()
         process.kill()
-    assert (tmp_path / "died").exists(), "a Dask worker, in the preparation"
+    lost = "already computed task(s)"
+    assert lost not in (tmp_path / "said").read_text(), "the finished preparation runs again"
     wait_until(lambda: newest_flow_run().state_name == "Crashed")
     retry_train_flow(os.environ["PREFECT_API_URL"], run_id, tmp_path / "home")
     (record,) = list_records(storage_from_uri(bucket))

@@ -273,6 +273,7 @@ def test_calls_at_the_same_time_compute_a_collection_once(client, tmp_path, capl
     with ThreadPoolExecutor(3) as pool:
         assert len({*pool.map(compute, range(3))}) == 1
     assert caplog.text.count("prepared 6 of 6 partitions") == 1
+    assert f"another task prepares dataset {name.dataset_id}" in caplog.text
     assert not Lock(f"prefect-torch-ddp {storage.uri} {name.dataset_id}").locked()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import dask
 import psutil
 import pytest
 from dask.system import CPU_COUNT
-from distributed import Client, LocalCluster, Worker
+from distributed import Client, LocalCluster, Lock, Worker
+from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect_dask import DaskTaskRunner
 
@@ -130,6 +132,19 @@ def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
 
     with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
         wait_until(lambda: [*client.run(interval_ms).values()] == [1000 * HEARTBEAT_S])
+
+
+def test_a_local_cluster_frees_the_lock_of_a_killed_worker_soon() -> None:
+    """With Dask's own settings the next who needs it waits 30 s and more."""
+
+    def die_with_it() -> None:
+        Lock("one").acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
+        with pytest.raises(KilledWorker):
+            client.submit(die_with_it).result(timeout=HANG_S)
+        assert Lock("one").acquire(timeout=20)
 
 
 def test_the_workers_of_a_local_cluster_load_torch_as_they_start() -> None:
