@@ -17,7 +17,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.errors import is_superseded
-from prefect_torch_ddp.records.run_record import find_record
+from prefect_torch_ddp.records.run_record import RunRecord, find_record
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
@@ -96,25 +96,37 @@ def failure_published(run: Run, *, by_task: bool = False) -> Iterator[None]:
 
     Args:
         run: to publish it of.
-        by_task: the task publishes its failure itself, if it isn't lost with its worker.
+        by_task: the task publishes its failure itself, if it begins and isn't lost with its worker.
     """
     began = datetime.now(UTC)
+    # An earlier task run, or an earlier try of the flow, may have ended it before.
+    before = find_record(run.storage, run.run_id, run.experiment) if by_task else None
     try:
         yield
     except (Exception, *CANCELS) as error:
         if not is_superseded(error):
             try:
-                _publish_failure(run, error, began, by_task=by_task)
+                record = find_record(run.storage, run.run_id, run.experiment)
+                if not (by_task and record and _is_ended_by_task(record, before)):
+                    _publish_failure(run, record, error, began)
             except Exception as trouble:  # noqa: BLE001 - the run fails by its own error
                 get_run_logger().warning("the page can't show why the run ended: %r", trouble)
         raise
 
 
-def _publish_failure(run: Run, error: BaseException, began: datetime, *, by_task: bool) -> None:
+def _is_ended_by_task(record: RunRecord, before: RunRecord | None) -> bool:
+    """Whether the task that trains has failed or was cancelled since `before` was read, for good.
+
+    The clock of its host isn't compared with the flow's.
+    """
+    is_new = before is None or record.ended != before.ended
+    return is_new and record.is_over and record.state != "completed"
+
+
+def _publish_failure(
+    run: Run, record: RunRecord | None, error: BaseException, began: datetime
+) -> None:
     storage, run_id = run.storage, run.run_id
-    record = find_record(storage, run_id, run.experiment)
-    if record is not None and by_task and record.state != "training":
-        return
     has_failed = state_of(error) == "failed"
     is_tried_again = has_failed and _is_flow_tried_again()
     if record is None:

@@ -15,6 +15,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import (
     CheckpointParams,
     ClusterParams,
+    NotEnoughWorkersError,
     RankContext,
     SchedulerLostError,
     TrainParams,
@@ -31,7 +32,7 @@ from tests.support.runs import (
     train_states,
     wait_until_said,
 )
-from tests.support.separate_cluster import SeparateCluster, stop
+from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import write_pid
 
@@ -86,6 +87,33 @@ def test_a_run_that_is_lost_for_good_has_failed(tmp_path: Path) -> None:
     assert top.startswith("# tiny: failed")
     assert "died while it ran the task itself" in top
     assert f'resume_from="{record.run_id}"' in top
+
+
+def test_a_run_whose_retry_never_begins_has_failed(tmp_path: Path) -> None:
+    """It stayed 'failed, tried again' by its first failure, though no worker was left to try."""
+    params = params_of(tmp_path, "raise", 1, max_restarts=0, workers_timeout_s=3.0)
+    with separate_cluster(tmp_path / "cluster", 1) as cluster, ThreadPoolExecutor(1) as pool:
+        (nanny,) = cluster.nannies
+        changes = {"cluster": ClusterParams(address=cluster.address), "retry_delay_s": HANG_S}
+        killing = pool.submit(_kill_when_tried_again, nanny, tmp_path / "store")
+        with pytest.raises(NotEnoughWorkersError) as raised:
+            train_flow(params.model_copy(update=changes))
+        killing.result()
+    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    assert (record.state, record.is_tried_again) == ("failed", False)
+    assert record.cause.startswith("NotEnoughWorkersError: the cluster has had no worker for 3 s")
+    assert [each.cause.rpartition(": ")[2] for each in record.attempts] == ["told to fail"]
+    assert f'to continue: resume_from="{record.run_id}"' in raised.value.__notes__
+    assert record.flow_run_id is not None
+    top = report_of(UUID(record.flow_run_id)).partition("\n## ")[0]
+    assert "the cluster has had no worker" in top
+    assert "told to fail" not in top
+
+
+def _kill_when_tried_again(nanny: psutil.Process, store: Path) -> None:
+    """Kill a Dask worker for good when the failure of its train task is on record."""
+    wait_until(lambda: any(each.is_tried_again for each in list_records(DirectoryStorage(store))))
+    end(nanny)
 
 
 def test_the_worker_of_the_evaluate_task_is_lost(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
     GangCancelledError,
+    NotEnoughWorkersError,
     RankContext,
     RankFailedError,
+    TrainParams,
     ddp_task,
     gang_report,
     list_runs,
@@ -26,11 +28,15 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.cli.runs import facts
+from prefect_torch_ddp.errors import SupervisorLostError, TaskCancelled
 from prefect_torch_ddp.protocol.metric_names import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.publish import failure_published
 from prefect_torch_ddp.tasks.report import markdown
 from prefect_torch_ddp.tasks.report.artifacts import key
+from prefect_torch_ddp.tasks.train import draft_of
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tracking.digest import value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.integration.tasks.test_recovery import params_of
@@ -41,6 +47,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 ROOT = Path(__file__).parents[3]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
+LOST = SupervisorLostError("Dask worker a died")
 
 
 def names_of(events: list[dict[str, Any]]) -> list[str]:
@@ -335,3 +342,63 @@ def test_a_run_whose_preparation_fails_has_failed(
     again = train_flow(params.model_copy(update=repaired))
     assert (again.training.resumed_from_step, again.training.num_steps) == (None, 21)
     assert list_runs(store).state.tolist() == ["completed", "failed"]
+
+
+@pytest.mark.parametrize("then", ["no worker", "cancelled"])
+def test_a_flow_retry_whose_training_never_begins_has_ended(tmp_path: Path, then: str) -> None:
+    """The record of the attempt before isn't taken for one that the retry's task has left."""
+    ends: dict[str, tuple[BaseException, str]] = {
+        "no worker": (NotEnoughWorkersError("the cluster has had no worker"), "failed"),
+        "cancelled": (TaskCancelled("the flow run was cancelled"), "cancelled"),
+    }
+    error, state = ends[then]
+    params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path))
+
+    @flow(task_runner=DaskTaskRunner(), retries=1)  # type: ignore[arg-type]
+    def trains() -> None:
+        run = Run.from_params(params)
+        with failure_published(run, by_task=True):
+            if flow_run.run_count == 1:
+                raise LOST
+            first = only_record(tmp_path)
+            assert (first.state, first.is_tried_again) == ("failed", True)
+            raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        trains()
+    record = only_record(tmp_path)
+    assert (record.state, record.is_tried_again) == (state, False)
+    assert record.cause == f"{type(error).__name__}: {error}"
+    assert record.flow_run_id is not None
+    (ended,) = (event["payload"] for event in events_of(UUID(record.flow_run_id)))
+    assert (ended["state"], ended["cause"]) == (state, record.cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("out of luck"), "ValueError: out of luck"),
+        (None, "SupervisorLostError: Dask worker a died"),
+    ],
+    ids=["failed", "completed"],
+)
+def test_only_a_failure_that_the_task_has_left_stays(
+    tmp_path: Path, error: Exception | None, cause: str
+) -> None:
+    """The flow's own error replaces no failure, but says why a finished training has no score."""
+    params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path))
+
+    @flow(task_runner=DaskTaskRunner(), retries=1)  # type: ignore[arg-type]
+    def trains() -> None:
+        run = Run.from_params(params)
+        with failure_published(run, by_task=True):
+            if flow_run.run_count == 2:
+                recorder = RunRecorder(run.storage, draft_of(run, None))
+                recorder.end(error)
+                recorder.write()
+            raise LOST
+
+    with pytest.raises(SupervisorLostError):
+        trains()
+    record = only_record(tmp_path)
+    assert (record.state, record.cause) == ("failed", cause)
