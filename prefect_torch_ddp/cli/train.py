@@ -106,23 +106,13 @@ def resume(
 
     This starts a new run with the same parameters, except for those given here.
     """
-    from prefect_torch_ddp.records.run_record import read_record
+    from prefect_torch_ddp.records.run_record import read_record, recorded_dataset
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
     run_id = find_run(opened, run)
     record = read_record(opened, run_id)
-    if record.is_of_flow and record.dataset is None:
-        msg = (
-            f"run {run_id} ended before its data was prepared: nothing can be continued, train anew"
-        )
-        raise InvalidParamsError(msg)
-    if not record.is_of_flow:
-        msg = (
-            f"run {run_id} isn't a run of train_flow, and can't be resumed by its record: call its "
-            f"task again, with resume_from={run_id!r}"
-        )
-        raise InvalidParamsError(msg)
+    recorded_dataset(record)  # refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.state == "completed" and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"

@@ -28,6 +28,7 @@ from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 RunState = Literal["training", "completed", "failed", "cancelled"]
 PREFIX = "run-records/"
+UNUSABLE = "can't be evaluated or resumed by its record"
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +205,22 @@ def read_record(storage: Storage, run_id: str, experiment: str | None = None) ->
     else:
         where = f"{storage.uri} among its {len(found)} records below {PREFIX}"
         msg = f"there is no record of run {run_id!r} in {where}; list_runs shows those there are"
+    raise InvalidParamsError(msg)
+
+
+def recorded_dataset(record: RunRecord) -> DatasetReport:
+    """Return the dataset of a run of train_flow, which an evaluation and a resume need.
+
+    Raises:
+        InvalidParamsError: it isn't a run of train_flow, or ended before its data was prepared.
+    """
+    if record.dataset is not None:
+        return record.dataset
+    why = "it ended before its data was prepared; train it from the start"
+    if not record.is_of_flow:
+        again = f"call its task again, with resume_from={record.run_id!r}"
+        why = f"it isn't a run of train_flow; to resume it, {again}"
+    msg = f"run {record.run_id} {UNUSABLE}: {why}"
     raise InvalidParamsError(msg)
 
 

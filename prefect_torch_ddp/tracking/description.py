@@ -23,11 +23,13 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.hiding import HIDDEN, hidden, without_credentials
 from prefect_torch_ddp.records.run_record import (
+    UNUSABLE,
     RunRecord,
     RunState,
     find_record,
     flat,
     read_record,
+    recorded_dataset,
     write_record,
 )
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
@@ -143,21 +145,19 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, Dataset
     """Return the parameters of a run of train_flow, its dataset and its experiment.
 
     Raises:
-        InvalidParamsError: it has no record, is no run of train_flow, or an option was hidden.
+        InvalidParamsError: it has no record, or an option was hidden; or as `recorded_dataset`.
     """
     record = read_record(storage, run_id)
+    dataset = recorded_dataset(record)
     given = {"options": record.options, "data_options": record.data_options, **record.parameters}
     values = ((name, str(value)) for name, value in flat(given))
     lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
-    if record.dataset is None or lacks:
+    if lacks:
         why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
-        if not lacks:
-            prepared = "it ended before its data was prepared"
-            why = prepared if record.is_of_flow else "it isn't a run of train_flow"
-        msg = f"run {run_id} can't be evaluated or resumed by its record: {why}"
+        msg = f"run {run_id} {UNUSABLE}: {why}"
         raise InvalidParamsError(msg)
     params, _ = build_model(TrainParams, {**given, "seed": record.seed})
-    return params, record.dataset, record.experiment
+    return params, dataset, record.experiment
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.tracking.description import draft_record, recorded_params
@@ -45,8 +46,8 @@ def test_the_parameters_come_back(tmp_path: Path) -> None:
         ),
         ({"rows": list(range(2_000))}, "a flow's", r"\['options.rows'\] is not on record"),
         ({"fn": Path.cwd}, "a flow's", r"\['options.fn'\] is not on record"),
-        ({}, "a task's", "it isn't a run of train_flow"),
-        ({}, "not prepared", "it ended before its data was prepared"),
+        ({}, "a task's", "it isn't a run of train_flow; to resume it, call its task again"),
+        ({}, "not prepared", "it ended before its data was prepared; train it from the start"),
     ],
     ids=["hidden", "a URL with a user", "long", "not plain", "no flow", "not prepared"],
 )
@@ -58,3 +59,15 @@ def test_what_is_not_on_record_is_named(
     put_on_record(storage, options, kind)
     with pytest.raises(InvalidParamsError, match=why):
         recorded_params(storage, "r")
+
+
+@pytest.mark.parametrize("kind", ["a task's", "not prepared"])
+def test_resume_refuses_such_a_run_before_it_starts_a_server(tmp_path: Path, kind: str) -> None:
+    """The command and `recorded_params` say the same."""
+    storage = DirectoryStorage(tmp_path)
+    put_on_record(storage, {}, kind)
+    with pytest.raises(InvalidParamsError) as by_record:
+        recorded_params(storage, "r")
+    with pytest.raises(InvalidParamsError) as by_command:
+        resume("r", storage=str(tmp_path))
+    assert str(by_command.value) == str(by_record.value)
