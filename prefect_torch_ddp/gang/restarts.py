@@ -63,7 +63,7 @@ class AttemptLog(Protocol):
         """Keep a failure."""
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
-        """Bring the records that killed ranks had not written to where they belong."""
+        """Bring the records that ranks had not written to where they belong."""
 
 
 @dataclass
@@ -221,7 +221,7 @@ class Restarts:
             if left:
                 self._attempt_log.keep_records(left)
         except PrefectTorchDdpError as trouble:
-            return f"records of killed ranks are lost: {trouble}"
+            return f"records that ranks had not written are lost: {trouble}"
         return ""
 
     def _remember(self, record: FailureRecord) -> tuple[FailureRecord | None, str]:

@@ -259,7 +259,7 @@ class _Batch:
 
 
 def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (key, content) of the batches that killed processes had not written, in order.
+    """Yield (key, content) of the batches that ended processes had not written, in order.
 
     The copies below the folder are named by their parts' keys; a last line that was cut is left
     out.

@@ -1,4 +1,4 @@
-"""The attempt log of a run: attempts and failures in its storage, and what killed ranks left."""
+"""The attempt log of a run: attempts and failures in its storage, and what ranks left."""
 
 from collections import defaultdict
 from collections.abc import Sequence

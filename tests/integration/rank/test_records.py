@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distributed import Client
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import RankContext, read_ledger
+from prefect_torch_ddp import RankContext, read_ledger, run_gang
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.page.ranks import awaited_rank, rank_table
+from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
 from tests.unit.data.test_none_samples import broken, drop
@@ -84,3 +89,31 @@ def test_a_sample_that_collate_fn_left_out_is_missing_in_the_ledger(tmp_path: Pa
             for (images, labels), weight in ctx.micro_batches(batch, max_samples=4):
                 assert len(images) == len(labels) == 7 * weight
     assert str(read_ledger(tmp_path, "local")).startswith("epoch 1: 7 samples of 8; 1 missing (1)")
+
+
+def report_a_step(ctx: RankContext) -> None:
+    """Report one step, and end well."""
+    for _ in ctx.steps(total=1):
+        ctx.report(loss=1.0)
+
+
+def test_what_ranks_could_not_write_is_not_said_of_killed_ones(
+    dask_client: Client, tmp_path: Path
+) -> None:
+    """The times of ranks that end well can't be written; the warning says what is lost."""
+    storage, said = DirectoryStorage(tmp_path), list[str]()
+    storage.write("runs/run/timing", b"a file where their folder should be")
+
+    def arguments(attempt: int) -> tuple[Any, ...]:
+        return RankConfig("run", attempt, "task", storage), report_a_step
+
+    def listen(event: GangEvent) -> None:
+        if isinstance(event, LogLine):
+            said.append(event.text)
+
+    log = RunAttemptLog(storage, "run", knows_steps=True)
+    about = {"args": arguments, "attempt_log": log, "on_event": listen}
+    run_gang(dask_client, RUN_WITH_CONTEXT, world_size=2, **about)
+    (lost,) = [line for line in said if line.startswith("records ")]
+    assert lost.startswith("records that ranks had not written are lost: ")
+    assert "runs/run/timing/rank-0000" in lost
