@@ -1,6 +1,5 @@
 """Accelerate's loop: `for batch in attach(accelerator).batches(loader, epochs=3)`."""
 
-import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,12 @@ from torch.utils.data import BatchSampler, IterableDataset
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
-from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
+from prefect_torch_ddp.integrations.refused import (
+    refuse_options,
+    refuse_other_ranks,
+    refuse_other_sizes,
+    sizes_of,
+)
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
@@ -25,13 +29,6 @@ _NO_STEP = (
     "decide by loop.step when to make a step, since only steps increase it; accumulate with "
     "accelerator.accumulate, or count batches"
 )
-_OTHER_BATCHES = (
-    "the commit is from after batch %d of %d in epoch %d, and here that epoch has %d batches: some "
-    "of its samples are used twice, or not at all. Change the batch size or the dataset only "
-    "between epochs"
-)
-
-logger = logging.getLogger(__name__)
 
 
 def attach(accelerator: Accelerator) -> "Loop":
@@ -113,7 +110,8 @@ class Loop:
             epochs: number of passes over the DataLoader in this call, over all attempts.
 
         Raises:
-            InvalidParamsError: the DataLoader can't be resumed within an epoch, or no prepared
+            InvalidParamsError: the DataLoader can't be resumed within an epoch, or has another
+                number of samples or batches than the epoch that is to be finished; or no prepared
                 optimizer makes steps. The message says why.
         """
         first = self._num_epochs
@@ -194,12 +192,11 @@ class Loop:
         if self._kept:
             self._restore(self._kept["now"])
             if num_done:
-                begun, size = self._kept["begun"], len(loader)
-                if (was := begun.get("num_batches", size)) != size:
-                    logger.warning(_OTHER_BATCHES, num_done, was, epoch + 1, size)
+                begun = self._kept["begun"]
+                refuse_other_sizes(begun, [loader])
                 self._restore(begun, only=loader)
         loader.iteration = epoch
-        begun = {**self._capture(), "num_batches": len(loader)}
+        begun = {**self._capture(), "sizes": sizes_of([loader])}
         return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
 
     def _total(self, num_batches: int, first: int, num_epochs: int, num_done: int) -> int | None:

@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
-from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
+from prefect_torch_ddp.integrations.refused import (
+    refuse_options,
+    refuse_other_ranks,
+    refuse_other_sizes,
+    sizes_of,
+)
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 
@@ -100,7 +104,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
             return
         loop, is_within = trainer.fit_loop, trainer.fit_loop.restarted_mid_epoch
         loaders, fetcher = _loaders(trainer), loop._data_fetcher  # noqa: SLF001
-        _refuse_other_sizes(self._kept, loaders, is_within=is_within)
+        refuse_other_sizes(self._kept if is_within else {}, loaders)
         if not all(hasattr(each, "load_state_dict") for each in loaders):
             for each in loaders:  # Lightning does it later, when an order may have been drawn
                 _set_sampler_epoch(each, trainer.current_epoch)
@@ -171,7 +175,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
-        sizes = _sizes_of(_loaders(trainer))
+        sizes = sizes_of(_loaders(trainer))
         state = {"begun": self._begun, "now": _capture(trainer), "sizes": sizes}
         torch.save(state, folder / self._file)
         self._ctx.commit(folder, step=self._step)
@@ -185,28 +189,6 @@ def _loaders(trainer: Trainer) -> list[Any]:
 
 def _capture(trainer: Trainer) -> dict[str, Any]:
     return {"global": capture_generators(), "own": capture_own(_loaders(trainer))}
-
-
-def _sizes_of(loaders: list[Any]) -> list[str]:
-    return [
-        " in ".join(
-            f"{'an unknown number of' if (size := sized_len(each)) is None else size} {what}"
-            for each, what in ((getattr(loader, "dataset", None), "samples"), (loader, "batches"))
-        )
-        for loader in loaders
-    ]
-
-
-def _refuse_other_sizes(kept: dict[str, Any], loaders: list[Any], *, is_within: bool) -> None:
-    here = _sizes_of(loaders)
-    there = kept.get("sizes", here)  # older versions kept none
-    if is_within and there != here:
-        msg = (
-            f"the commit is from the middle of an epoch of {'; '.join(there)}, and here it has "
-            f"{'; '.join(here)}: some samples would be used twice or never. Finish the epoch with "
-            "the former dataset and batch size, and change them between epochs"
-        )
-        raise InvalidParamsError(msg)
 
 
 def _complete_restored_epoch(loop: Any) -> None:

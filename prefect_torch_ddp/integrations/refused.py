@@ -1,5 +1,7 @@
 """What all integrations refuse in the same words."""
 
+from typing import Any
+
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.context import RankContext
 
@@ -31,3 +33,34 @@ def refuse_other_ranks(ctx: RankContext, library: str, files: str) -> None:
             f"would give them other batches; continue on {size} ranks"
         )
         raise InvalidParamsError(msg)
+
+
+def sizes_of(loaders: list[Any]) -> list[str]:
+    """Return, in words, how many samples and batches an epoch of each DataLoader has."""
+    return [
+        f"{_num_in(getattr(loader, 'dataset', None))} samples in {_num_in(loader)} batches"
+        for loader in loaders
+    ]
+
+
+def refuse_other_sizes(kept: dict[str, Any], loaders: list[Any]) -> None:
+    """Raise InvalidParamsError if the epoch to be finished began with other sizes, `kept["sizes"]`.
+
+    Older versions kept no sizes.
+    """
+    here = sizes_of(loaders)
+    there = kept.get("sizes", here)
+    if there != here:
+        msg = (
+            f"the commit is from the middle of an epoch of {'; '.join(there)}, and here it has "
+            f"{'; '.join(here)}: some samples would be used twice or never. Finish the epoch with "
+            "the former dataset and batch size, and change them between epochs"
+        )
+        raise InvalidParamsError(msg)
+
+
+def _num_in(sized: Any) -> str:
+    try:
+        return str(len(sized))
+    except (TypeError, NotImplementedError):
+        return "an unknown number of"

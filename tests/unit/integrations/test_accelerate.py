@@ -55,7 +55,8 @@ class Training:
         net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.3))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        rows = TensorDataset(torch.arange(2.0 * NUM_BATCHES), torch.randn(2 * NUM_BATCHES, 2))
+        num_rows = chosen.get("num_rows", 2 * NUM_BATCHES)
+        rows = TensorDataset(torch.arange(float(num_rows)), torch.randn(num_rows, 2))
         size = chosen.get("batch_size", 2)
         of: dict[str, Any] = {"shuffle": True}
         if chosen.get("draws_by_numpy"):
@@ -216,16 +217,54 @@ def test_a_commit_of_an_older_version_is_resumed(
     assert run(tmp_path / "killed", in_the_body).weights == undisturbed.weights
 
 
-@pytest.mark.parametrize(("die_at", "warns"), [(6, True), (14, False)])
-def test_another_batch_size_within_an_epoch_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, die_at: int, warns: bool
+@pytest.mark.parametrize(
+    ("die_at", "changed", "has"),
+    [
+        (6, {"num_rows": 11}, "11 samples in 6 batches"),
+        (10, {"num_rows": 14}, "14 samples in 7 batches"),
+        (6, {"num_rows": 6}, "6 samples in 3 batches"),
+        (6, {"batch_size": 3}, "12 samples in 4 batches"),
+        (14, {"num_rows": 11}, None),
+        (14, {"batch_size": 3}, None),
+    ],
+    ids=[
+        "as many batches",
+        "more samples",
+        "fewer than are done",
+        "another batch size",
+        "between epochs",
+        "another batch size between epochs",
+    ],
+)
+def test_an_epoch_is_finished_with_the_data_of_its_beginning_only(
+    tmp_path: Path, die_at: int, changed: dict[str, int], has: str | None
 ) -> None:
-    """The batches that are done are then left out by their number; an epoch's end is no matter."""
+    """The error names both sizes, before the first batch; some samples were used twice or never."""
     with pytest.raises(KilledError):
         run(tmp_path, in_the_body, die_at)
-    run(tmp_path, in_the_body, batch_size=3)
-    says = "the commit is from after batch 4 of 6 in epoch 1, and here that epoch has 4 batches"
-    assert (says in caplog.text) == warns
+    if has is None:
+        assert run(tmp_path, in_the_body, **changed).first_step == 12
+        return
+    said = f"the middle of an epoch of 12 samples in 6 batches, and here it has {has}: "
+    before = records_of(tmp_path)
+    with pytest.raises(InvalidParamsError, match=said):
+        run(tmp_path, in_the_body, **changed)
+    assert records_of(tmp_path) == before
+
+
+def test_a_commit_of_an_older_version_is_resumed_with_data_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It doesn't say how many samples the epoch had."""
+    save = accelerate.Loop._save
+
+    def older(loop: accelerate.Loop, position: tuple[int, int], begun: dict[str, Any]) -> None:
+        save(loop, position, {name: begun[name] for name in ("generators", "orders")})
+
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(accelerate.Loop, "_save", older)
+        run(tmp_path, in_the_body, 6)
+    assert run(tmp_path, in_the_body, num_rows=11).first_step == 4
 
 
 def test_a_validation_that_the_kill_ended_is_made_again(tmp_path: Path) -> None:
