@@ -133,7 +133,7 @@ def still_trains(record: RunRecord) -> bool:
         state = client.read_flow_run(UUID(record.flow_run_id)).state
         if state is None or state.is_final():
             return False
-        # A flow goes on after a task of it that failed for good.
+        # A flow may continue after one of its tasks has failed for good.
         return record.state != "failed" or record.is_tried_again or state.is_scheduled()
     return False
 

@@ -92,7 +92,7 @@ def statistics_in(storage: Storage, dataset_id: str) -> dict[str, dict[str, floa
 def measured(values: Any) -> Statistics | None:
     """Measure values of any shape; None if a mean of them means nothing, as of booleans or times.
 
-    Needs little memory beside the values.
+    Needs little memory in addition to the values.
     """
     given: Array = np.asarray(values)
     if given.dtype.kind not in "iuf":

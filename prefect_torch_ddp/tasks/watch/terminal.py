@@ -1,7 +1,7 @@
 """Progress where the flow runs: a bar in a terminal or a notebook, plain lines elsewhere.
 
-A task tells how far it is by Dask's events, at most once a second; its flow, which waits for it,
-shows that. Nothing stays open behind either.
+A task reports its progress through Dask's events, at most once a second. The flow that waits for it
+shows the progress. Neither leaves anything open.
 """
 
 import logging

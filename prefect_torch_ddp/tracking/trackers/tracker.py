@@ -17,7 +17,7 @@ class TrackerPosition:
     last_steps: Mapping[str, int]
     """The last step of each metric that it has, by the run's names of the metrics."""
     has_record: bool = True
-    """Whether it has all that the run's record says; only known of one that is written anew."""
+    """Whether it has everything in the run's record; only known if it is written from the start."""
 
 
 class Tracker(Protocol):

@@ -1,8 +1,8 @@
 """Weights & Biases as a tracker: one folder for each run, which `wandb sync` uploads.
 
 wandb's offline mode can't add to a folder, and its server replaces what it has of a run by the
-folder that is uploaded last. So a folder has the whole history, and is written anew when there is
-more.
+folder that is uploaded last. So a folder has the whole history, and is written again from the
+start when there is more.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ SETTINGS = {
 }
 """Nothing of this process, which trains nothing."""
 TAKEN_OVER = {f"WANDB_{name}" for name in ("ENTITY", "JOB_TYPE", "NOTES", "RUN_GROUP", "TAGS")}
-"""Variables that say where a run belongs. Others may be meant for a run of the user's own: its id,
-its process, from which of its steps it goes on."""
+"""Variables that say where a run belongs. Others may be meant for the user's own run: its id, its
+process, the step from which it continues."""
 OWN_NAMES = {"", "_runtime", "_step", "_timestamp"}
 """What wandb has in each row itself."""
 MAX_NAME = 128
