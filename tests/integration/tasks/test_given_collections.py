@@ -270,11 +270,15 @@ def test_calls_at_the_same_time_compute_a_collection_once(client, tmp_path, capl
     def compute(_: int) -> str:
         return given(frame()).computed(client, storage, logger).args[0].uri
 
+    lock = Lock(f"prefect-torch-ddp {storage.uri} {name.dataset_id}")
+    waits = f"another task prepares dataset {name.dataset_id}"
     with ThreadPoolExecutor(3) as pool:
-        assert len({*pool.map(compute, range(3))}) == 1
+        with lock:
+            computed = pool.map(compute, range(3))
+            wait_until(lambda: caplog.text.count(waits) == 3)
+        assert len({*computed}) == 1
     assert caplog.text.count("prepared 6 of 6 partitions") == 1
-    assert f"another task prepares dataset {name.dataset_id}" in caplog.text
-    assert not Lock(f"prefect-torch-ddp {storage.uri} {name.dataset_id}").locked()
+    assert not lock.locked()
 
 
 def test_persisted_collections_are_datasets_too(client, tmp_path) -> None:
