@@ -103,7 +103,7 @@ def _only_one(
 ) -> Iterator[None]:
     """Hold a lock of the cluster; another task that computes the same would double the work.
 
-    Dask frees it if the process that holds it is lost, 30 s later if nobody set another time.
+    Dask frees it some time after the process that holds it is lost: 30 to 40 s by default.
     """
     name = f"prefect-torch-ddp {storage.uri} {dataset_id}"
     lock = distributed.Lock(name, scheduler_rpc=client.scheduler, loop=client.loop)

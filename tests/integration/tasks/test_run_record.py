@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 ROOT = Path(__file__).parents[3]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
-LOST = SupervisorLostError("Dask worker a died")
+LOST = "Dask worker a died"
 
 
 def names_of(events: list[dict[str, Any]]) -> list[str]:
@@ -359,7 +359,7 @@ def test_a_flow_retry_whose_training_never_begins_has_ended(tmp_path: Path, then
         run = Run.from_params(params)
         with failure_published(run, by_task=True):
             if flow_run.run_count == 1:
-                raise LOST
+                raise SupervisorLostError(LOST)
             first = only_record(tmp_path)
             assert (first.state, first.is_tried_again) == ("failed", True)
             raise error
@@ -378,7 +378,7 @@ def test_a_flow_retry_whose_training_never_begins_has_ended(tmp_path: Path, then
     ("error", "cause"),
     [
         (ValueError("out of luck"), "ValueError: out of luck"),
-        (None, "SupervisorLostError: Dask worker a died"),
+        (None, f"SupervisorLostError: {LOST}"),
     ],
     ids=["failed", "completed"],
 )
@@ -396,7 +396,7 @@ def test_only_a_failure_that_the_task_has_left_stays(
                 recorder = RunRecorder(run.storage, draft_of(run, None))
                 recorder.end(error)
                 recorder.write()
-            raise LOST
+            raise SupervisorLostError(LOST)
 
     with pytest.raises(SupervisorLostError):
         trains()
