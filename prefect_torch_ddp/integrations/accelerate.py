@@ -110,9 +110,9 @@ class Loop:
             epochs: number of passes over the DataLoader in this call, over all attempts.
 
         Raises:
-            InvalidParamsError: the DataLoader can't be resumed within an epoch, or has another
-                number of samples or batches than the epoch that is to be finished; or no prepared
-                optimizer makes steps. The message says why.
+            InvalidParamsError: the DataLoader can't be resumed within an epoch, or has other
+                numbers of samples or batches, or another batch size, than the epoch that is to be
+                finished; or no prepared optimizer makes steps. The message says why.
         """
         first = self._num_epochs
         self._num_epochs += epochs
@@ -196,7 +196,7 @@ class Loop:
                 refuse_other_sizes(begun, [loader])
                 self._restore(begun, only=loader)
         loader.iteration = epoch
-        begun = {**self._capture(), "sizes": sizes_of([loader])}
+        begun = {**self._capture(), **sizes_of([loader])}
         return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
 
     def _total(self, num_batches: int, first: int, num_epochs: int, num_done: int) -> int | None:

@@ -175,8 +175,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
-        sizes = sizes_of(_loaders(trainer))
-        state = {"begun": self._begun, "now": _capture(trainer), "sizes": sizes}
+        state = {"begun": self._begun, "now": _capture(trainer), **sizes_of(_loaders(trainer))}
         torch.save(state, folder / self._file)
         self._ctx.commit(folder, step=self._step)
         shutil.rmtree(folder)

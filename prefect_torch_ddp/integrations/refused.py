@@ -35,28 +35,46 @@ def refuse_other_ranks(ctx: RankContext, library: str, files: str) -> None:
         raise InvalidParamsError(msg)
 
 
-def sizes_of(loaders: list[Any]) -> list[str]:
-    """Return, in words, how many samples and batches an epoch of each DataLoader has."""
-    return [
+def sizes_of(loaders: list[Any]) -> dict[str, list[Any]]:
+    """Return, in words, what an epoch of each DataLoader consists of, to be kept in a commit."""
+    counts = [
         f"{_num_in(getattr(loader, 'dataset', None))} samples in {_num_in(loader)} batches"
         for loader in loaders
     ]
+    return {"sizes": counts, "batch_sizes": [batch_size_of(loader) for loader in loaders]}
 
 
 def refuse_other_sizes(kept: dict[str, Any], loaders: list[Any]) -> None:
-    """Raise InvalidParamsError if the epoch to be finished began with other sizes, `kept["sizes"]`.
+    """Raise InvalidParamsError if the epoch to be finished began with other sizes.
 
-    Older versions kept no sizes.
+    Args:
+        kept: includes what `sizes_of` returned then; older versions kept less of it, or nothing.
+        loaders: the DataLoaders with which the epoch would be finished.
     """
     here = sizes_of(loaders)
-    there = kept.get("sizes", here)
+    there = {name: kept.get(name, here[name]) for name in here}
     if there != here:
         msg = (
-            f"the commit is from the middle of an epoch of {'; '.join(there)}, and here it has "
-            f"{'; '.join(here)}: some samples would be used twice or never. Finish the epoch with "
+            f"the commit is from the middle of an epoch of {_said(there)}, and here it has "
+            f"{_said(here)}: some samples would be used twice or never. Finish the epoch with "
             "the former dataset and batch size, and change them between epochs"
         )
         raise InvalidParamsError(msg)
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return how many samples a batch has; None if a batch_sampler of the user's decides."""
+    for each in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(size := getattr(each, "batch_size", None), int):
+            return size
+    return None
+
+
+def _said(sizes: dict[str, list[Any]]) -> str:
+    return "; ".join(
+        counts if batch_size is None else f"{counts} of {batch_size}"
+        for counts, batch_size in zip(sizes["sizes"], sizes["batch_sizes"], strict=False)
+    )
 
 
 def _num_in(sized: Any) -> str:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import has_length
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
+from prefect_torch_ddp.integrations.refused import batch_size_of
 from prefect_torch_ddp.rank.context import RankContext
 
 _MAX_WATCHED = 8
@@ -58,14 +59,16 @@ class DataPlace:
         """Compare the data with those of the checkpoint.
 
         Raises:
-            InvalidParamsError: there are more or fewer samples, or steps an epoch.
+            InvalidParamsError: there are more or fewer samples, or steps an epoch, or a rank gets
+                more or fewer samples a step.
         """
         if self._kept is None:
             return
-        there, here = self._kept["sizes"], self._sizes_of(loader)
+        here = self._sizes_of(loader)
+        there = {name: self._kept.get(name, here[name]) for name in here}  # older ones kept less
         if there != here:
             msg = (
-                f"the commit is of a training on {_said(there)}, and here are {_said(here)}: "
+                f"the commit is of a training on {_said(**there)}, and here are {_said(**here)}: "
                 "Transformers computes the place in the data from the step, so some samples would "
                 "be used twice or never. Continue with the former dataset and batch size, or start "
                 "another run and give it only the weights of this one"
@@ -97,17 +100,21 @@ class DataPlace:
     def save(self, folder: Path) -> None:
         """Write this rank's file into a checkpoint."""
         state = {
-            "sizes": self._sizes_of(self._loader),
+            **self._sizes_of(self._loader),
             "begun": self._begun,
             "own": capture_own(self._parts()),
             "draws": self._draws,
         }
         torch.save(state, folder / self.file)
 
-    def _sizes_of(self, loader: Any) -> tuple[int | None, int | None]:
+    def _sizes_of(self, loader: Any) -> dict[str, Any]:
         data, accumulated = loader.dataset, self._trainer.args.gradient_accumulation_steps
         num_steps = math.ceil(len(loader) / accumulated) if has_length(loader) else None
-        return len(data) if has_length(data) else None, num_steps
+        batch_size = batch_size_of(loader)
+        return {
+            "sizes": (len(data) if has_length(data) else None, num_steps),
+            "step_samples": None if batch_size is None else batch_size * accumulated,
+        }
 
     def _parts(self) -> list[Any]:
         """Return what may hold generators; Accelerate's own sampler draws by seed and epoch."""
@@ -129,11 +136,12 @@ class DataPlace:
         return states.getvalue()
 
 
-def _said(sizes: tuple[int | None, int | None]) -> str:
-    return " in ".join(
+def _said(sizes: tuple[int | None, int | None], step_samples: int | None) -> str:
+    counts = " in ".join(
         f"{'an unknown number of' if size is None else size} {what}"
         for size, what in zip(sizes, ("samples", "steps an epoch"), strict=True)
     )
+    return counts if step_samples is None else f"{counts}, each rank {step_samples} a step"
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

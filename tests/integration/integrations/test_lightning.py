@@ -255,8 +255,8 @@ def test_a_lightning_trainer_keeps_the_generators_of_its_own_loader(
 @pytest.mark.parametrize(
     ("die_at", "num_texts", "has"),
     [
-        (15, 36, "36 samples in 9 batches"),
-        (15, 12, "12 samples in 3 batches"),
+        (15, 36, "36 samples in 9 batches of 4"),
+        (15, 12, "12 samples in 3 batches of 4"),
         (10, 36, None),
         (15, 40, None),
     ],
@@ -272,12 +272,27 @@ def test_a_lightning_trainer_finishes_an_epoch_with_the_data_of_its_beginning_on
     if has is None:
         assert _with_own_generator(tmp_path, "loader", None, num_texts)
         return
-    said = f"the middle of an epoch of 40 samples in 10 batches, and here it has {has}: "
+    said = f"the middle of an epoch of 40 samples in 10 batches of 4, and here it has {has}: "
     with pytest.raises(InvalidParamsError, match=said):
         _with_own_generator(tmp_path, "loader", None, num_texts)
 
 
-def _with_own_generator(storage: Path, of: str, die_at: int | None, num_texts: int = 40) -> str:
+@pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
+def test_a_lightning_trainer_finishes_an_epoch_in_batches_of_the_same_size_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there are as many: what was done of the epoch is other samples."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    with pytest.raises(ChildProcessError):
+        _with_own_generator(tmp_path, "loader", 5, num_texts=9)
+    said = "of 9 samples in 3 batches of 4, and here it has 9 samples in 3 batches of 3: "
+    with pytest.raises(InvalidParamsError, match=said):
+        _with_own_generator(tmp_path, "loader", None, num_texts=9, batch_size=3)
+
+
+def _with_own_generator(
+    storage: Path, of: str, die_at: int | None, num_texts: int = 40, batch_size: int = 4
+) -> str:
     """Train three epochs of ten steps in this process; return the digest of the weights."""
     import pytorch_lightning as pl
 
@@ -299,9 +314,9 @@ def _with_own_generator(storage: Path, of: str, die_at: int | None, num_texts: i
     data = trainers.Texts(num_texts)
     if of == "loader":
         own = torch.Generator().manual_seed(4)
-        loader = DataLoader(data, 4, shuffle=True, generator=own)
+        loader = DataLoader(data, batch_size, shuffle=True, generator=own)
     else:
-        loader = DataLoader(data, 4, sampler=_sampler(of))
+        loader = DataLoader(data, batch_size, sampler=_sampler(of))
     torch.manual_seed(3)
     model = Net()
     trainer = pl.Trainer(

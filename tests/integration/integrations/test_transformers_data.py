@@ -83,10 +83,10 @@ def test_an_epoch_is_finished_in_its_order_on_one_rank_too(
 @pytest.mark.parametrize(
     ("changed", "has"),
     [
-        ({"num_texts": 36}, "36 samples in 9 steps an epoch"),
-        ({"num_texts": 39}, "39 samples in 10 steps an epoch"),
-        ({"num_texts": 16}, "16 samples in 4 steps an epoch"),
-        ({"per_device_train_batch_size": 8}, "40 samples in 5 steps an epoch"),
+        ({"num_texts": 36}, "36 samples in 9 steps an epoch, each rank 4 a step"),
+        ({"num_texts": 39}, "39 samples in 10 steps an epoch, each rank 4 a step"),
+        ({"num_texts": 16}, "16 samples in 4 steps an epoch, each rank 4 a step"),
+        ({"per_device_train_batch_size": 8}, "40 samples in 5 steps an epoch, each rank 8 a step"),
         ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, None),
     ],
     ids=["fewer", "as many steps", "fewer steps than are done", "other batches", "accumulated"],
@@ -100,9 +100,18 @@ def test_a_trainer_resumes_with_as_many_samples_and_steps_only(
     if has is None:
         assert _train_here(tmp_path, None, **changed).startswith("20 ")
         return
-    said = f"of a training on 40 samples in 10 steps an epoch, and here are {has}: "
+    said = f"on 40 samples in 10 steps an epoch, each rank 4 a step, and here are {has}: "
     with pytest.raises(InvalidParamsError, match=said):
         _train_here(tmp_path, None, **changed)
+
+
+def test_a_trainer_resumes_with_as_many_samples_a_step_only(tmp_path: Path) -> None:
+    """Also if an epoch has as many steps: what was done of the epoch is other samples."""
+    with pytest.raises(ChildProcessError):
+        _train_here(tmp_path, 5, num_texts=9)
+    said = "in 3 steps an epoch, each rank 4 a step, and here are 9 samples .* each rank 3 a step: "
+    with pytest.raises(InvalidParamsError, match=said):
+        _train_here(tmp_path, None, num_texts=9, per_device_train_batch_size=3)
 
 
 @pytest.mark.parametrize(

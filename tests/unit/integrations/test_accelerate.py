@@ -220,10 +220,10 @@ def test_a_commit_of_an_older_version_is_resumed(
 @pytest.mark.parametrize(
     ("die_at", "changed", "has"),
     [
-        (6, {"num_rows": 11}, "11 samples in 6 batches"),
-        (10, {"num_rows": 14}, "14 samples in 7 batches"),
-        (6, {"num_rows": 6}, "6 samples in 3 batches"),
-        (6, {"batch_size": 3}, "12 samples in 4 batches"),
+        (6, {"num_rows": 11}, "11 samples in 6 batches of 2"),
+        (10, {"num_rows": 14}, "14 samples in 7 batches of 2"),
+        (6, {"num_rows": 6}, "6 samples in 3 batches of 2"),
+        (6, {"batch_size": 3}, "12 samples in 4 batches of 3"),
         (14, {"num_rows": 11}, None),
         (14, {"batch_size": 3}, None),
     ],
@@ -245,11 +245,20 @@ def test_an_epoch_is_finished_with_the_data_of_its_beginning_only(
     if has is None:
         assert run(tmp_path, in_the_body, **changed).first_step == 12
         return
-    said = f"the middle of an epoch of 12 samples in 6 batches, and here it has {has}: "
+    said = f"the middle of an epoch of 12 samples in 6 batches of 2, and here it has {has}: "
     before = records_of(tmp_path)
     with pytest.raises(InvalidParamsError, match=said):
         run(tmp_path, in_the_body, **changed)
     assert records_of(tmp_path) == before
+
+
+def test_an_epoch_is_finished_in_batches_of_the_same_size_only(tmp_path: Path) -> None:
+    """Also if there are as many: what was done of the epoch is other samples."""
+    with pytest.raises(KilledError):
+        run(tmp_path, in_the_body, 6, num_rows=9, batch_size=4)
+    said = "of 9 samples in 3 batches of 4, and here it has 9 samples in 3 batches of 3: "
+    with pytest.raises(InvalidParamsError, match=said):
+        run(tmp_path, in_the_body, num_rows=9, batch_size=3)
 
 
 def test_a_commit_of_an_older_version_is_resumed_with_data_of_another_size(
