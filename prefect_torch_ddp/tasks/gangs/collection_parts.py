@@ -128,6 +128,7 @@ class ArrayParts(CollectionParts):
             self._files_key,
             name,
             tuple(map(str, variable.dims)),
+            variable.dtype,
             {key: self._objects[key] for key in own},
             is_measured,
             _stored_otherwise(variable),
@@ -136,10 +137,11 @@ class ArrayParts(CollectionParts):
         given, write = delayed(target), delayed(write_block, pure=False)
         blocks = variable.data.to_delayed(optimize_graph=False)
         starts = [list(accumulate(sizes, initial=0))[:-1] for sizes in variable.chunks]
-        for index, start in zip(
-            product(*(range(len(each)) for each in starts)), product(*starts), strict=True
+        numbers = product(*(range(len(each)) for each in starts))
+        for index, start, shape in zip(
+            numbers, product(*starts), product(*variable.chunks), strict=True
         ):
-            self.writes.append(write(blocks[index], given, start))
+            self.writes.append(write(blocks[index], given, start, shape))
             self._names.append(name)
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array
-from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_key
+from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_in, statistics_key
 from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset, local_dataset
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -177,3 +177,56 @@ def test_what_zarr_cant_hold_is_refused(make, says, client, tmp_path) -> None:
         publish_computed(client, storage, "d", lazy(make()), logger)
     assert find_dataset(storage, "d") is None
     assert not list(Path(tmp_path).rglob("zarr.json"))
+
+
+def counting(**meta):
+    """Return what makes a Dask array of 0 to 11 in three blocks, of which `meta` says more."""
+    return lambda of_block: da.arange(12, chunks=4).map_blocks(of_block, **meta)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (counting(dtype="int64")(lambda block: block[block != 5]), r"shape \(3,\), but \(4,\) in"),
+        (counting(dtype="int64")(lambda block: block.repeat(2)), r"shape \(8,\), but \(4,\) in"),
+        (counting(dtype="int32")(lambda block: block + 0.7), "is float64, but int32 in the Dask"),
+        (counting(dtype="int32")(lambda block: np.where(block > 3, block, np.nan)), "but int32"),
+        (counting(dtype="int8")(lambda block: block * 100), "is int64, but int8 in the Dask"),
+        (counting(dtype="float64")(lambda block: block + 2**53), "is int64, but float64 in"),
+        (counting(dtype="float32")(lambda block: block * 1e38), "is float64, but float32 in"),
+        (counting(dtype="float64")(lambda block: block * 1j), "is complex128, but float64 in"),
+        (counting(dtype="int64")(lambda block: block.astype("M8[s]")), "is datetime64.s., but int"),
+    ],
+    ids=[
+        *("fewer rows", "more rows", "fractions", "nan", "large integers"),
+        *("digits", "large floats", "complex", "times"),
+    ],
+)
+def test_a_block_that_isnt_what_dask_says_is_refused(made, says, client, tmp_path) -> None:
+    """Zarr would store other values in silence, and its fill value for the rows that lack."""
+    storage = DirectoryStorage(tmp_path)
+    says = rf"the block of values at \(\d,\) .*{says}"
+    with pytest.raises(InvalidParamsError, match=says):
+        publish_computed(client, storage, "d", lazy(made), logger)
+    assert find_dataset(storage, "d") is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_block", "values"),
+    [
+        ("int32", lambda block: block * 1.0, list(range(12))),
+        ("float32", lambda block: block * 0.1, [np.float32(i * 0.1) for i in range(12)]),
+        ("bool", lambda block: block % 2, [bool(i % 2) for i in range(12)]),
+    ],
+)
+def test_a_block_is_cast_if_no_value_changes(dtype, of_block, values, client, tmp_path) -> None:
+    """Into the dtype that Dask says, also for the statistics. Floats may be rounded."""
+    storage = DirectoryStorage(tmp_path)
+    publish_computed(client, storage, "d", lazy(counting(dtype=dtype)(of_block)), logger)
+    samples = array(dataset_in_place(storage, "d"))
+    (batch,) = loader_of(samples, 12, shuffle=False)
+    assert batch["values"].tolist() == values
+    if dtype != "bool":
+        found = statistics_in(storage, "d")["values"]
+        assert (found["maximum"], found["num_values"]) == (float(max(values)), 12)
