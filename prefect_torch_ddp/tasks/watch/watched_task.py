@@ -103,12 +103,11 @@ def _watch(
                 raise GangCancelledError(msg)
             if future.status == "pending":
                 watch.look()
-                if (
-                    display.is_shown
-                    and not display.has_news
-                    and (why := watch.why_not_begun(time.monotonic() - started_s))
-                ):
-                    sign.show(why)
+                if display.is_shown and not display.has_news:
+                    if why := watch.why_not_begun(time.monotonic() - started_s):
+                        sign.show(why)
+                    else:
+                        display.show("")  # it has begun, and hasn't told anything yet
                 display.turn()
 
 

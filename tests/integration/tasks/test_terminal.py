@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from prefect_dask import DaskTaskRunner
 from safetensors.torch import load_file
 
 from prefect_torch_ddp.tasks.ddp_task import GangTask
+from prefect_torch_ddp.tasks.watch.terminal import Display
 from tests.integration.tasks.test_cancel import check_cancelled, wait_until_gone
 from tests.support.gangs import pids_in
 from tests.support.runs import newest_flow_run, report_of
@@ -186,7 +188,8 @@ def hold(name: str) -> None:
 
 
 def begin() -> str:
-    """Be a task that only has to begin."""
+    """Be a task that tells nothing, and ends when its event is set."""
+    hold("begin")
     return "begun"
 
 
@@ -221,8 +224,22 @@ def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
         def waiting() -> object:
             return begin_it.submit().result()
 
-        with when_said("the cluster has none yet after", lambda: cluster.scale(1)) as said:
+        def line_of_a_task_that_runs() -> str:
+            """Let it end once its display shows no wait any more; return what it shows."""
+            try:
+                wait_until(lambda: any(client.processing().values()), what="the task begins")
+                wait_until(lambda: "waiting" not in Display.current._plain(), what="another line")
+                return Display.current._plain()
+            finally:
+                Event("begin-let-go", client=client).set()
+
+        with (
+            ThreadPoolExecutor() as beside,
+            when_said("the cluster has none yet after", lambda: cluster.scale(1)) as said,
+        ):
+            line = beside.submit(line_of_a_task_that_runs)
             assert waiting() == "begun"
+            assert re.match(r"begin: \d+ s$", line.result())
         assert any(re.match(r"waiting for workers: the cluster has none", text) for text in said)
         client.wait_for_workers(1, timeout=HANG_S)
         held = client.submit(hold, "slot", pure=False, key="hold-the-night")
