@@ -476,9 +476,11 @@ class RankContext:
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.
 
-        All calls within a step make one record. Outside of `steps` each call makes a record. Ranks
-        may report different metrics: each is shown as the mean over the ranks that report it,
-        weighted by their samples; in a validation metric (`val_loss`) all ranks have equal weights.
+        All calls within a step make one record. Outside of `steps` each call makes a record. In a
+        loop of your own, call `progress` before, since all records of a step count as one value.
+        Ranks may report different metrics: each is shown as the mean over the ranks that report
+        it, weighted by their samples; in a validation metric (`val_loss`) all ranks have equal
+        weights.
 
         Args:
             **metrics: numbers or 0-d tensors, such as `loss.mean()`; not yet averaged over ranks.

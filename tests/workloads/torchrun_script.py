@@ -38,6 +38,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if (ctx := current_context()) is not None:
+            ctx.progress(step + 1)
             ctx.report(loss=loss)
         if dist.get_rank() == 0:
             parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

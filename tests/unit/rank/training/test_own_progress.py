@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
+from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext, read_metrics
 from prefect_torch_ddp.protocol import heartbeat as layout
 from prefect_torch_ddp.protocol.events import Progress, RankEvent
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat
@@ -55,6 +55,24 @@ def test_people_and_watches_see_a_loop_of_ones_own(
     assert seen == {(1, 1, 3, None), (2, 1, 3, None), (3, 2, 3, None)}
     outcome = parts.outcome()
     assert (outcome["num_steps"], outcome["num_epochs"]) == (3, 2)
+
+
+@pytest.mark.parametrize("says_steps", [False, True])
+def test_a_loop_that_does_not_say_its_steps_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, says_steps: bool
+) -> None:
+    """All its reports are of one step, so that its curve has one point: a warning says so, once."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        for step in (1, 2, 3):
+            if says_steps:
+                ctx.progress(step)
+            ctx.report(loss=1.0 / step)
+            ctx.report(accuracy=0.5)
+    found = read_metrics(tmp_path, "local", by="step")
+    assert found.step.tolist() == ([1, 2, 3] if says_steps else [0])
+    again = [each for each in caplog.messages if "loss was reported again in step 0" in each]
+    assert len(again) == len([each for each in caplog.messages if "again" in each])
+    assert [("ctx.progress(step)" in each) for each in again] == ([] if says_steps else [True])
 
 
 def loop(folder: Path, dies_at: int | None = None) -> list[tuple[int, int, float]]:
