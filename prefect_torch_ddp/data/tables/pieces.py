@@ -155,10 +155,13 @@ class TablePieces:
             yield self.pieces[number].first_id + at, arrays
 
     def _batches(self, number: int) -> Iterator[tuple[int, Any]]:
-        """Yield a piece's rows as pyarrow.Tables, each with the number of its first row there."""
+        """Yield a piece's rows as pyarrow.Tables, each with the number of its first row there.
+
+        A table has at least one row.
+        """
         piece, at = self.pieces[number], 0
         for rows in self._read(piece.file, piece.groups, list(self.columns)):
-            if at + rows.num_rows <= piece.num_rows:
+            if rows.num_rows and at + rows.num_rows <= piece.num_rows:
                 yield at, rows
             at += rows.num_rows
         if at != piece.num_rows:

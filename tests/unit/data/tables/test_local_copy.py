@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.images import cache
-from prefect_torch_ddp.data.tables import local_copy
+from prefect_torch_ddp.data.tables import local_copy, parquet_files
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
 from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
@@ -102,6 +102,14 @@ def test_a_copy_has_the_batches_of_the_files(asked, varied) -> None:
             assert torch.equal(tensor, expected[name][rows])
             assert tensor.dtype == expected[name].dtype
             assert tensor.is_contiguous()
+
+
+def test_rows_that_pass_no_filter_are_left_out_of_a_copy(tmp_path, monkeypatch) -> None:
+    """Also if none of those that are decoded at once passes, but others of their row group do."""
+    monkeypatch.setattr(parquet_files, "ROWS_AT_ONCE", 10)
+    folder = numbered(tmp_path / "t", [40], 40)
+    rows = table(folder, filters=[("number", "in", [3, 25])], local_copy=True)
+    assert only_batch(rows)["number"].tolist() == [3, 25]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
