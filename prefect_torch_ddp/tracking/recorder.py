@@ -10,7 +10,7 @@ from typing import Any
 from prefect.context import TaskRunContext
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.checkpoint.manifest import newest_ref
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests, ranked
 from prefect_torch_ddp.errors import is_superseded
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
@@ -230,10 +230,8 @@ class RunRecorder:
         uri = f"{self._storage.uri.rstrip('/')}/{key}"
         metrics = {} if value is None else {str(self.record.best_metric): value}
         ref = CheckpointRef(step=committed.step, attempt=attempt, uri=uri, metrics=metrics)
-        values = (self.record.best_value, value)
-        best = [each for each in values if each is not None and math.isfinite(each)]
-        pick = max if self.record.best_mode == "max" else min
-        self._update(checkpoint=ref, best_value=pick(best) if best else None)
+        with self._lock:
+            self._update(checkpoint=ref, best_value=self._best_of(self.record.best_value, value))
         about = {"epoch": committed.epoch, "num_bytes": committed.num_bytes, "metrics": metrics}
         self._emit("checkpoint.committed", step=committed.step, checkpoint=uri, **about)
 
@@ -286,13 +284,27 @@ class RunRecorder:
             for each in earlier.attempts
         )
         # If that task run was killed, or the storage was full, its record lacks the newest ones.
-        checkpoint = newest_ref(self._storage, self.record.run_id) or earlier.checkpoint
+        there = live_manifests(self._storage, self.record.run_id, allow_newer=True)
+        checkpoint = checkpoint_ref(self._storage, there[-1]) if there else earlier.checkpoint
+        metric, mode = self.record.best_metric, self.record.best_mode
+        known: list[float | None] = []
+        if metric:
+            known = [each.metrics[metric] for each in ranked(there, metric, mode)]
+        if (earlier.best_metric, earlier.best_mode) == (metric, mode):
+            known.append(earlier.best_value)
         with self._lock:
             self.record.keep(earlier.unknown)
-            kept: dict[str, Any] = {"began": earlier.began}
+            best = self._best_of(self.record.best_value, *known)
+            kept: dict[str, Any] = {"began": earlier.began, "best_value": best}
             if self.record.checkpoint is None:
-                kept |= {"checkpoint": checkpoint, "best_value": earlier.best_value}
+                kept |= {"checkpoint": checkpoint}
             self._update(**kept)
+
+    def _best_of(self, *values: float | None) -> float | None:
+        """Return the best value of the best metric among those that are known and finite."""
+        found = [each for each in values if each is not None and math.isfinite(each)]
+        pick = max if self.record.best_mode == "max" else min
+        return pick(found) if found else None
 
     def _has_newer_attempt(self) -> bool:
         """Look for an attempt on record that is newer than all of this task run."""

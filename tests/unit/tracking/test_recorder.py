@@ -9,7 +9,7 @@ import pytest
 from prefect_torch_ddp import CheckpointParams, DirectoryStorage, StorageError
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
 from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.recorder import RunRecorder
@@ -66,3 +66,27 @@ def test_a_checkpoint_that_no_record_tells_of_is_found(tmp_path: Path) -> None:
     found = read_record(storage, "run").checkpoint
     assert found is not None
     assert (found.step, found.attempt) == (20, 1)
+
+
+@pytest.mark.usefixtures("said")
+def test_the_best_value_of_an_attempt_that_was_killed_is_found(tmp_path: Path) -> None:
+    """Its record lacks it, and the worse one of the retry was shown and compared instead.
+
+    Nor is it lost if the retry commits a checkpoint before its record can be written.
+    """
+    storage, began = DirectoryStorage(tmp_path), datetime.now(UTC)
+    about = {"run_id": "run", "experiment": "e", "workload": "w", "began": began, "storage": "s"}
+    record = RunRecord(**about, best_metric="accuracy")
+    RunRecorder(storage, record).write()
+    policy = CheckpointParams(best_metric="accuracy")
+    killed = Manifest("run", 10, 1, 1, {}, 1, metrics={"accuracy": 0.9})
+    Committer(storage, "run", 1, policy).commit(killed)
+    retry = RunRecorder(storage, record)
+    retry.receive(AttemptBegan(2, 1, ("host",)))
+    retry.receive(CheckpointCommitted(20, 2, 1, 0.5))
+    retry.write()
+    assert read_record(storage, "run").best_value == 0.9
+    retry.receive(CheckpointCommitted(30, 3, 1, 0.95))
+    retry.end(None)
+    retry.write()
+    assert read_record(storage, "run").best_value == 0.95
