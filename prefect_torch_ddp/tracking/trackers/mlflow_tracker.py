@@ -1,6 +1,7 @@
 """MLflow as a tracker: one of its runs holds what a run of ours has on record."""
 
 import os
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -186,7 +187,11 @@ class MlflowTracker:
 
 
 def _plain(name: str) -> str:
-    return _NOT_ALLOWED.sub("_", name)
+    plain = _NOT_ALLOWED.sub("_", name)
+    # MLflow keeps what has a name in a file of that path, which has to be within a folder.
+    if posixpath.normpath(plain) != plain or plain == "." or plain.startswith(("..", "/")):
+        return re.sub(r"[./]", "_", plain) or "_"
+    return plain
 
 
 def _params(record: RunRecord) -> Iterator[tuple[str, str]]:

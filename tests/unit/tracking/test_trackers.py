@@ -231,6 +231,21 @@ def test_mlflow_names_that_would_be_the_same_are_refused() -> None:
         series_names("MLflow", ["acc@1", "acc#1"], plain)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("/loss", "_loss"), ("loss/", "loss_"), ("a//b", "a__b"), ("", "_"), ("../b", "___b")],
+)
+def test_mlflow_names_that_are_no_plain_paths_are_changed(ours: str, theirs: str) -> None:
+    """MLflow refuses them, and with them all metrics of the run."""
+    assert mlflow_tracker._plain(ours) == theirs
+
+
+@pytest.mark.parametrize("ours", ["val/loss", "a.b", "a/..b", "_loss", ".a", "layer.0/norm"])
+def test_other_mlflow_names_are_kept(ours: str) -> None:
+    """Points may have been sent by them before."""
+    assert mlflow_tracker._plain(ours) == ours
+
+
 def test_scores_that_a_tracker_would_call_the_same_are_told_apart() -> None:
     """A score gets the prefix once more if a metric or an earlier score has its name there; one
     whose name the tracker doesn't change keeps it."""
