@@ -34,10 +34,25 @@ class NewestMetrics:
 
     def take(self, metrics: Mapping[str, Any], num_samples: int) -> None:
         """Take metrics that are reported now, in a step with so many samples of this rank."""
-        self._warn_if_repeated(metrics)
         self._values.update(metrics)
         self._weights.update({name: 0 if is_validation(name) else num_samples for name in metrics})
         self._reports.update(dict.fromkeys(metrics, self._numbers.reported_now))
+
+    def warn_if_repeated(self, metrics: Iterable[str]) -> None:
+        """Warn, once, that a loop of the user's own doesn't say its steps: all are as one step."""
+        numbers = self._numbers
+        if self._has_repeated or numbers.has_begun or numbers.own_progress is not None:
+            return
+        now = numbers.reported_now
+        if again := next((name for name in metrics if self._reports.get(name) == now), None):
+            self._has_repeated = True
+            logger.warning(
+                "%s was reported again in step %d: what is reported in one step counts as one "
+                "value, the mean. In a loop without ctx.steps, call ctx.progress(step) before "
+                "you report, so that each step has its own",
+                again,
+                numbers.record_step,
+            )
 
     def of_checkpoint(self, *, is_rated: bool) -> tuple[dict[str, float], dict[str, Reported]]:
         """Return the values, and when each was reported; may wait for the device.
@@ -88,21 +103,6 @@ class NewestMetrics:
                 metric,
                 step,
                 now,
-            )
-
-    def _warn_if_repeated(self, metrics: Iterable[str]) -> None:
-        """Warn, once, that a loop of the user's own doesn't say its steps: all are as one step."""
-        numbers, now = self._numbers, self._numbers.reported_now
-        if self._has_repeated or numbers.has_begun or numbers.own_progress is not None:
-            return
-        if again := next((name for name in metrics if self._reports.get(name) == now), None):
-            self._has_repeated = True
-            logger.warning(
-                "%s was reported again in step %d: what is reported in one step counts as one "
-                "value, the mean. In a loop without ctx.steps, call ctx.progress(step) before "
-                "you report, so that each step has its own",
-                again,
-                numbers.record_step,
             )
 
     def _warn_if_missed(self, metric: str) -> None:

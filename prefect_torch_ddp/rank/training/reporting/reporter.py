@@ -86,7 +86,7 @@ class Reporter:
         if self._log is None and not self._has_warned:
             self._has_warned = True
             words = "ctx.report records the metrics of a training, and %s is none: return %s"
-            logger.warning(words, self._stage, "Report(metrics={...}) from evaluate")
+            logger.warning(words, self._stage, "Report(num_samples=n, metrics={...}) from evaluate")
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
         if self._replay.is_before_call:  # it is on record, from the weights of that time
@@ -140,6 +140,8 @@ class Reporter:
         is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_before_call
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
+            if self._log is not None:
+                self.newest.warn_if_repeated(metrics)
             self.newest.take(metrics, max(self._num_samples(), 0))
             if self._log is not None:
                 measured = self._measurements.measure(now_s) if is_due else {}
