@@ -78,6 +78,8 @@ def _in_types_of_meta(rows: Any, dtypes: Mapping[str, Any], number: int) -> Any:
     is cast, but only if no value is changed: neither texts nor booleans become numbers. Widths
     may differ between files, so they are kept.
     """
+    import pyarrow as pa  # noqa: PLC0415 - an extra
+
     for name, dtype in dtypes.items():
         at = rows.schema.get_field_index(name)
         if at < 0:
@@ -87,6 +89,8 @@ def _in_types_of_meta(rows: Any, dtypes: Mapping[str, Any], number: int) -> Any:
             )
             raise InvalidParamsError(msg)
         column, wanted = rows.column(at), _KINDS.get(dtype.kind)
+        if wanted is None and column.null_count == len(column):  # pandas has floats for no text
+            rows = rows.set_column(at, name, pa.nulls(len(column)))
         if wanted is None or _kind(column.type) == wanted:
             continue
         try:

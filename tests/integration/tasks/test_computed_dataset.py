@@ -185,6 +185,25 @@ def test_types_that_go_with_the_meta_are_written(made, meta, client, tmp_path) -
     assert publish_computed(client, storage, "d", pickled, logger).num_files == 2
 
 
+def mapped_part(number: int):
+    """Return texts, which pandas makes floats in partition 0: it has only NaN."""
+    import pandas as pd
+
+    return pd.DataFrame({"a": pd.Series(["x", "y"]).map({"x": "b"} if number else {})})
+
+
+@pytest.mark.parametrize("meta", ["object", "string", "category"])
+def test_a_partition_without_any_text_goes_with_the_others(meta, client, tmp_path) -> None:
+    """Its file has nulls. For pandas they are floats, as after `map`."""
+    storage = DirectoryStorage(tmp_path)
+    frame = dd.from_map(mapped_part, range(2), meta={"a": meta})
+    pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+    publish_computed(client, storage, "d", pickled, logger)
+    rows = table(local_dataset(storage, "d"), categories=["a"], fill={"a": "none"})
+    (batch,) = loader_of(rows, len(rows), shuffle=False)
+    assert [rows.categories["a"][code] for code in batch["a"]] == ["none", "none", "b", "none"]
+
+
 def typed_part(number: int, made: list[Any]):
     """Return a column of these values."""
     import pandas as pd
