@@ -239,7 +239,7 @@ def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
         ):
             line = beside.submit(line_of_a_task_that_runs)
             assert waiting() == "begun"
-            assert re.match(r"begin: \d+ s$", line.result())
+            assert re.match(r"begin: (\d+ min )?\d+ s$", line.result())
         assert any(re.match(r"waiting for workers: the cluster has none", text) for text in said)
         client.wait_for_workers(1, timeout=HANG_S)
         held = client.submit(hold, "slot", pure=False, key="hold-the-night")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
@@ -518,13 +518,8 @@ def test_a_metric_that_is_reported_outside_a_training_is_warned_of(
     with RankContext.local(storage=tmp_path, stage="evaluate") as ctx:
         for _ in range(2):
             ctx.report(f1=0.5)
-    (said,) = caplog.messages
-    found = re.search(r"evaluate is none: return Report\((.*)\) from evaluate$", said)
-    assert found is not None
-    given = dict(each.split("=") for each in found[1].split(", "))
-    assert (
-        Report(**{name: {"n": 1, "{...}": {}}[each] for name, each in given.items()}).scores == {}
-    )
+    said = "evaluate is none: return Report(num_samples=n, metrics={...}) from evaluate"
+    assert caplog.text.count(said) == 1
 
 
 def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
