@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from distributed import Client, Future
-from distributed.client import FutureCancelledError
+from distributed import wait as wait_for_state
+from distributed.client import FutureCancelledError, FuturesCancelledError
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -93,7 +94,8 @@ def _watch(
     sign, why_unwanted = WaitingSign(display.take), own_task_watch()
     with display, cancel_request() as is_cancelled:
         while future.status == "pending" and (wait_s := min(CALLED_EVERY_S, left_s())) > 0:
-            PrefectDaskFuture.wait(task, wait_s)
+            with suppress(TimeoutError, FuturesCancelledError):
+                future.client.sync(_until_ended, future, callback_timeout=wait_s)
             _raise_if_suspended()
             if is_cancelled():
                 msg = "the flow run was cancelled in Prefect"
@@ -109,6 +111,13 @@ def _watch(
                     else:
                         display.show("")  # it has begun, and hasn't told anything yet
                 display.turn()
+
+
+async def _until_ended(future: Future[Any]) -> None:
+    # Not future.result(timeout=...), which fetches the result too: a time-out just as that begins
+    # leaves the client unable to fetch any, with an UnboundLocalError (dask/distributed#8514).
+    with future.client.as_current():
+        await wait_for_state(future)
 
 
 def _raise_if_suspended() -> None:
@@ -209,13 +218,17 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
         Raises:
             SupervisorLostError, SchedulerLostError: the task was lost.
+            TimeoutError: it hasn't ended within `timeout` seconds.
         """
         self.wait(timeout)
         watcher = self._watcher
         if watcher is not None and self.wrapped_future.status != "pending":
             watcher.join()  # it may have cancelled a lost task just now, and says why
         if self._loss is None:
-            return super().result(0 if timeout is not None else None, raise_on_failure)
+            if timeout is not None and self.wrapped_future.status == "pending":
+                msg = f"task run {self.task_run_id} did not complete within {timeout:g} s"
+                raise TimeoutError(msg)
+            return super().result(None, raise_on_failure)
         if raise_on_failure:
             raise self._loss
         return self._loss  # type: ignore[return-value]  # as Prefect does with a failed task
