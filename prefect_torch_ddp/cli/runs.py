@@ -1,12 +1,13 @@
 """`runs`, `show` and `metrics`: print what a storage holds about its runs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from prefect_torch_ddp.cli.options import STORAGE, RunArgument, StorageOption, find_run
+from prefect_torch_ddp.errors import InvalidParamsError
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.records.run_record import RunRecord
@@ -29,6 +30,8 @@ def runs(
 
     opened = storage_of(storage)
     records = list_records(opened, experiment)
+    if not records and experiment is not None and (others := list_records(opened)):
+        raise InvalidParamsError(no_runs_of(experiment, {each.experiment for each in others}))
     if not records:
         print(f"there is no run in {opened.uri}; choose another storage with --storage")
         return
@@ -73,8 +76,18 @@ def metrics(
     frame = read_metrics(opened, find_run(opened, run), all_attempts=all_attempts, by=by)
     if csv:
         frame.to_csv(sys.stdout, index=False)
+    elif frame.empty:
+        print("no metrics of this run are on record")
     else:
         print(frame.tail(LAST_ROWS).to_string(index=False))
+
+
+def no_runs_of(experiment: str, others: Iterable[str]) -> str:
+    """Return that an experiment has no run, and which experiments have some."""
+    from prefect_torch_ddp.refusals import unknown
+
+    names = sorted(others)
+    return f"{unknown(experiment, names, 'experiment')} (there are {', '.join(names)})"
 
 
 def row(record: "RunRecord") -> tuple[str, ...]:

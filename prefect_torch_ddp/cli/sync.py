@@ -58,6 +58,7 @@ def said(tracker: "Tracker", run_id: str, synced: "Synced") -> str:
 
     name, step = tracker.name, synced.step
     again = f"steps that {name} had were taken back, so its run was begun again; "
-    upto = "no step is final yet" if step < 0 else f"it has all up to step {step}"
+    none = "the run has no metrics" if synced.is_completed else "no step is final yet"
+    upto = none if step < 0 else f"it has all up to step {step}"
     sent = f"{name} got {count(synced.num_sent, 'value')} of run {run_id}; {upto}"
     return f"{again if synced.is_again else ''}{sent}"

@@ -11,7 +11,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
-from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record, run_ids
 from prefect_torch_ddp.results import Goodput, LedgerReport
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Storage
@@ -247,7 +247,8 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
 
 
 def _refuse_unknown(where: Storage, run_id: str) -> None:
-    if next(iter(where.list(f"runs/{run_id}/")), None) is None:
+    # One that failed before it wrote a file there has only a record.
+    if next(iter(where.list(f"runs/{run_id}/")), None) is None and run_id not in run_ids(where):
         folder = f"{where.uri.rstrip('/')}/runs"
         msg = f"{where.uri} holds no run {run_id!r}; a run's id is its folder's name below {folder}"
         raise InvalidParamsError(msg)

@@ -1,6 +1,5 @@
 """Which trackers there are, by the names that people type."""
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.refusals import unknown
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.mlflow_tracker import MlflowTracker
 from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
@@ -73,9 +73,7 @@ def check_trackers(names: Iterable[str], storage: Storage) -> None:
     """
     for name in names:
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, 1)
-            close = "".join(f"; did you mean {each}?" for each in near)
-            msg = f"there is no tracker {name}{close}; there is {', '.join(TRACKERS)}"
+            msg = f"{unknown(name, TRACKERS, 'tracker')} (there are {', '.join(TRACKERS)})"
             raise InvalidParamsError(msg)
         kind = TRACKERS[name]
         if importlib.util.find_spec(kind.module) is None:

@@ -20,7 +20,9 @@ class Synced:
     num_sent: int
     """Points that it hadn't before."""
     step: int
-    """Up to which it has all; -1: no step is final yet."""
+    """Up to which it has all; -1: no step with metrics is final."""
+    is_completed: bool
+    """Whether the training has, so that all its steps are final."""
     is_again: bool
     """Whether the tracker's run was begun again: steps that it had were taken back."""
 
@@ -68,7 +70,7 @@ def send_history(history: History, tracker: Tracker) -> Synced:
         tracker.send(batch)
         num_sent += len(batch)
     tracker.describe(history.record)
-    return Synced(num_sent, mark.step, is_again)
+    return Synced(num_sent, mark.step, is_completed=history.end is None, is_again=is_again)
 
 
 def _missing(history: History, last_steps: Mapping[str, int], up_to: int) -> Iterator[Point]:

@@ -145,7 +145,7 @@ def test_a_run_is_followed_until_it_has_ended(shelf: Shelf, tmp_path: Path) -> N
         say(shelf, "completed")
 
     follow_run(shelf, RUN, tracker, wait=end, on_synced=done.append)
-    assert done == [Synced(20, 10, is_again=False)]
+    assert done == [Synced(20, 10, is_completed=True, is_again=False)]
     assert run_in(folder_in(tmp_path))["series"] == history(shelf)
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import list_runs
-from prefect_torch_ddp.cli.runs import aligned, facts, row, show
+from prefect_torch_ddp.cli.runs import aligned, facts, metrics, row, runs, show
+from prefect_torch_ddp.cli.sync import said
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.results import in_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tracking.trackers.sync import sync_run
+from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
 from tests.support.pages import BEGAN, MODEL, RECORD, RUN, evaluation
 
 DONE = RECORD.model_copy(
@@ -94,3 +97,33 @@ def test_rows_stand_below_one_another() -> None:
         f"{RUN}  training",
     ]
     assert row(RECORD)[3:7] == ("", "2", "", "")
+
+
+def test_a_misspelt_experiment_is_refused(tmp_path: Path) -> None:
+    """`runs` said that the storage has no run, and ended well."""
+    storage = DirectoryStorage(tmp_path)
+    write_record(storage, RECORD)
+    asked = RECORD.experiment[:-1]
+    text = f"no experiment {asked}; did you mean {RECORD.experiment}.* .there are"
+    with pytest.raises(InvalidParamsError, match=text):
+        runs(str(tmp_path), experiment=asked, limit=20)
+
+
+def test_a_run_without_metrics_is_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was an empty frame's words, pandas' own; a file of CSV has its header."""
+    write_record(DirectoryStorage(tmp_path), DONE)
+    metrics(RUN, str(tmp_path), csv=False, by="step", all_attempts=False)
+    assert capsys.readouterr().out == "no metrics of this run are on record\n"
+    metrics(RUN, str(tmp_path), csv=True, by="step", all_attempts=False)
+    assert capsys.readouterr().out.startswith("step,")
+
+
+def test_a_completed_run_without_metrics_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    """`sync` said that none of its steps is final yet."""
+    storage = DirectoryStorage(tmp_path / "runs")
+    write_record(storage, DONE)
+    tracker = TensorboardTracker(tmp_path / "logs")
+    text = f"TensorBoard got 0 values of run {RUN}; the run has no metrics"
+    assert said(tracker, RUN, sync_run(storage, RUN, tracker)) == text

@@ -27,7 +27,7 @@ class Followed:
     def look(self, *, is_last=False):
         if trouble := self.troubles.get(self.run_id):
             raise TrackerError(trouble)
-        return Synced(0, 0, is_again=False)
+        return Synced(0, 0, is_completed=False, is_again=False)
 
 
 class Page:
