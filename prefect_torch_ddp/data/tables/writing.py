@@ -20,6 +20,8 @@ def write_part(
 ) -> Written:
     """Write a partition as a Parquet file; write none if it has no rows.
 
+    What is said about it is the type of each column that may have any, with its kind.
+
     Each call chooses a new file name. Two workers may compute the same partition if one of them
     counts as lost; neither then overwrites the other's file.
 
@@ -44,7 +46,10 @@ def write_part(
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise _unwritable(number, error) from error
     rows = _in_types_of_meta(rows, dtypes, number)
-    return Written((write_rows(rows, storage, files_key, number),))
+    free = {name for name, dtype in dtypes.items() if dtype.kind not in _KINDS}
+    kinds = {each.name: (_kind(each.type), str(each.type)) for each in rows.schema}
+    types = {name: kinds[name] for name in free if kinds[name][0] != "null"}
+    return Written((write_rows(rows, storage, files_key, number),), types)
 
 
 def write_rows(rows: Any, storage: Storage, files_key: str, number: int) -> DatasetFile:

@@ -80,6 +80,20 @@ class TableParts(CollectionParts):
         parts = frame.to_delayed()
         dtypes = delayed({str(name): dtype for name, dtype in frame.dtypes.items()}, traverse=False)
         self.writes = [write(part, storage, files_key, i, dtypes) for i, part in enumerate(parts)]
+        self._types: dict[str, tuple[int, str, str]] = {}
+        """For each column that may have any type: the first partition with one, and which."""
+
+    def take(self, number: int, written: Written) -> None:
+        """Refuse a partition whose types don't fit those before it: together they are no table."""
+        for name, (kind, type_) in (written.about or {}).items():
+            first, its_kind, its_type = self._types.setdefault(name, (number, kind, type_))
+            if kind != its_kind:
+                msg = (
+                    f"column {name} of the Dask DataFrame is {type_} in partition {number} and "
+                    f"{its_type} in partition {first}: call astype({{{name!r}: ...}}) on the "
+                    "DataFrame, with one type for all partitions"
+                )
+                raise InvalidParamsError(msg)
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:
         """Return the files of the dataset; they are all written.
@@ -199,6 +213,12 @@ def _encoded(dataset: Any) -> Any:
         plain.variables[name].encoding = kept
         if variable.chunks is not None and not variable.ndim:
             msg = f"{name} of the Dask collection is a single value: call its compute()"
+            raise InvalidParamsError(msg)
+        if "/" in str(name):
+            msg = (
+                f"{name} of the Dask collection has a slash in its name, which would make a group "
+                "of Zarr: rename it"
+            )
             raise InvalidParamsError(msg)
     return plain
 

@@ -168,6 +168,7 @@ def test_values_that_packing_would_change_are_refused(
         (lambda: da.ones(10, chunks=((3, 4, 3),)), "uniform chunk sizes .* chunk()"),
         (lambda: xr.Dataset({"a": ("x", da.ones(9)), "sum": da.ones(3).sum()}), "sum .* single"),
         (lambda: xr.Dataset({"a": ("x", da.ones(9))}, attrs={"by": object()}), "as Zarr"),
+        (lambda: xr.Dataset({"a/b": ("x", da.ones(9))}), "a/b .* slash .* rename"),
     ],
 )
 def test_what_zarr_cant_hold_is_refused(make, says, client, tmp_path) -> None:

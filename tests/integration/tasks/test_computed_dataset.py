@@ -204,6 +204,24 @@ def test_a_partition_without_any_text_goes_with_the_others(meta, client, tmp_pat
     assert [rows.categories["a"][code] for code in batch["a"]] == ["none", "none", "b", "none"]
 
 
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [([1, 2], "int64"), ([1.5], "double"), ([True], "bool")],
+    ids=["integers", "floats", "booleans"],
+)
+def test_other_values_than_the_texts_of_other_partitions_are_refused(
+    second, says, client, tmp_path
+) -> None:
+    """The column may have any type, but one; the dataset was published, and no table of it."""
+    storage = DirectoryStorage(tmp_path)
+    frame = dd.from_map(typed_part, range(2), [["x", "y"], second], meta={"a": "object"})
+    pickled = LazyDataset("dask.dataframe.DataFrame", "table", cloudpickle.dumps(frame))
+    types = rf"(is {says} .* and (large_)?string|is (large_)?string .* and {says})"
+    with pytest.raises(InvalidParamsError, match=rf"column a .*{types} in partition .*astype"):
+        publish_computed(client, storage, "d", pickled, logger)
+    assert not list(storage.list("datasets/"))
+
+
 def typed_part(number: int, made: list[Any]):
     """Return a column of these values."""
     import pandas as pd
