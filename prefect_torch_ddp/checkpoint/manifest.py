@@ -258,18 +258,6 @@ def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
     )
 
 
-def newest_ref(storage: Storage, run_id: str) -> CheckpointRef | None:
-    """Return the reference to a run's newest checkpoint, for its record; None if there is none.
-
-    Those of a newer format are left out.
-
-    Raises:
-        StorageError: the storage can't be read.
-    """
-    there = live_manifests(storage, run_id, allow_newer=True)
-    return checkpoint_ref(storage, there[-1]) if there else None
-
-
 def best(
     storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
 ) -> Manifest | None:

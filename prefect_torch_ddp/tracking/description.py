@@ -1,10 +1,11 @@
 """A run record's beginning and end: what was given, without secrets, and what was evaluated."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.logging import get_run_logger
@@ -12,7 +13,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
-from prefect_torch_ddp.checkpoint.manifest import newest_ref
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests, ranked
 from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.errors import (
     GangCancelledError,
@@ -120,10 +121,35 @@ def end_record(
     changes: dict[str, Any] = {"state": state_of(error), "cause": cause_of(error)}
     changes |= {"is_tried_again": is_tried_again, "ended": record.ended or datetime.now(UTC)}
     # If the task that trained was killed, the record lacks the newest ones.
-    changes["checkpoint"] = newest_ref(storage, record.run_id) or record.checkpoint
+    changes["checkpoint"], changes["best_value"] = stored_checkpoints(storage, record)
     record = record.model_copy(update=changes)
     write_record(storage, record)
     return record
+
+
+def stored_checkpoints(
+    storage: Storage, record: RunRecord
+) -> tuple[CheckpointRef | None, float | None]:
+    """Return a run's newest checkpoint and best value, of those that are stored and on record.
+
+    Those of a newer format are left out.
+
+    Raises:
+        StorageError: the storage can't be read.
+    """
+    there = live_manifests(storage, record.run_id, allow_newer=True)
+    newest = checkpoint_ref(storage, there[-1]) if there else record.checkpoint
+    values = [record.best_value]
+    if metric := record.best_metric:
+        values += [each.metrics[metric] for each in ranked(there, metric, record.best_mode)]
+    return newest, best_of(record.best_mode, *values)
+
+
+def best_of(mode: Literal["max", "min"], *values: float | None) -> float | None:
+    """Return the best of the values that are known and finite."""
+    found = [each for each in values if each is not None and math.isfinite(each)]
+    pick = max if mode == "max" else min
+    return pick(found) if found else None
 
 
 def state_of(error: BaseException | None) -> RunState:

@@ -1,6 +1,5 @@
 """The recorder: keeps a training's record in its storage and tells Prefect's bus of it."""
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,6 @@ from typing import Any
 from prefect.context import TaskRunContext
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests, ranked
 from prefect_torch_ddp.errors import is_superseded
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
@@ -34,10 +32,12 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.description import (
     MAX_CAUSE,
+    best_of,
     cause_of,
     plain_value,
     split_of,
     state_of,
+    stored_checkpoints,
 )
 from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
@@ -231,7 +231,8 @@ class RunRecorder:
         metrics = {} if value is None else {str(self.record.best_metric): value}
         ref = CheckpointRef(step=committed.step, attempt=attempt, uri=uri, metrics=metrics)
         with self._lock:
-            self._update(checkpoint=ref, best_value=self._best_of(self.record.best_value, value))
+            best = best_of(self.record.best_mode, self.record.best_value, value)
+            self._update(checkpoint=ref, best_value=best)
         about = {"epoch": committed.epoch, "num_bytes": committed.num_bytes, "metrics": metrics}
         self._emit("checkpoint.committed", step=committed.step, checkpoint=uri, **about)
 
@@ -284,27 +285,19 @@ class RunRecorder:
             for each in earlier.attempts
         )
         # If that task run was killed, or the storage was full, its record lacks the newest ones.
-        there = live_manifests(self._storage, self.record.run_id, allow_newer=True)
-        checkpoint = checkpoint_ref(self._storage, there[-1]) if there else earlier.checkpoint
         metric, mode = self.record.best_metric, self.record.best_mode
-        known: list[float | None] = []
-        if metric:
-            known = [each.metrics[metric] for each in ranked(there, metric, mode)]
-        if (earlier.best_metric, earlier.best_mode) == (metric, mode):
-            known.append(earlier.best_value)
+        is_comparable = (earlier.best_metric, earlier.best_mode) == (metric, mode)
+        asked: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
+        asked["best_value"] = earlier.best_value if is_comparable else None
+        known = earlier.model_copy(update=asked)
+        checkpoint, best = stored_checkpoints(self._storage, known)
         with self._lock:
             self.record.keep(earlier.unknown)
-            best = self._best_of(self.record.best_value, *known)
+            best = best_of(mode, self.record.best_value, best)
             kept: dict[str, Any] = {"began": earlier.began, "best_value": best}
             if self.record.checkpoint is None:
                 kept |= {"checkpoint": checkpoint}
             self._update(**kept)
-
-    def _best_of(self, *values: float | None) -> float | None:
-        """Return the best value of the best metric among those that are known and finite."""
-        found = [each for each in values if each is not None and math.isfinite(each)]
-        pick = max if self.record.best_mode == "max" else min
-        return pick(found) if found else None
 
     def _has_newer_attempt(self) -> bool:
         """Look for an attempt on record that is newer than all of this task run."""

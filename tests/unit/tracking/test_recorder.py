@@ -12,6 +12,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
 from prefect_torch_ddp.records.run_record import RunRecord, read_record
 from prefect_torch_ddp.tracking.bus import RunEvents
+from prefect_torch_ddp.tracking.description import end_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
 
@@ -90,3 +91,23 @@ def test_the_best_value_of_an_attempt_that_was_killed_is_found(tmp_path: Path) -
     retry.end(None)
     retry.write()
     assert read_record(storage, "run").best_value == 0.95
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 0.9), ("min", 0.2)])
+def test_a_flow_that_ends_a_killed_training_records_its_best_value(
+    mode: str, best: float, tmp_path: Path
+) -> None:
+    """`runs` showed the run without a score, or with an older one."""
+    storage, began = DirectoryStorage(tmp_path), datetime.now(UTC)
+    about = {"run_id": "run", "experiment": "e", "workload": "w", "began": began, "storage": "s"}
+    record = RunRecord(**about, best_metric="accuracy", best_mode=mode, best_value=0.3)
+    policy = CheckpointParams(best_metric="accuracy", best_mode=mode)
+    for step, value in ((10, 0.9), (20, 0.2)):
+        metrics = {"accuracy": value}
+        killed = Manifest("run", step, 1, 1, {}, 1, metrics=metrics)
+        Committer(storage, "run", 1, policy).commit(killed)
+    end_record(storage, record, OSError("lost"), is_tried_again=False)
+    found = read_record(storage, "run")
+    assert found.best_value == best
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 20
