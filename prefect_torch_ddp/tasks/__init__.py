@@ -4,7 +4,3 @@ The stages of train-ddp, ddp_task, and their links to blocks, clusters and the r
 Prefect belongs here, in tracking, blocks.py and flow.py. Torch never comes in: flows would
 load it.
 """
-
-from prefect_torch_ddp.tasks.forks import mend_forks
-
-mend_forks()

@@ -7,8 +7,6 @@ import torch
 from prefect import flow, task
 from torch.utils.data import DataLoader, TensorDataset
 
-import prefect_torch_ddp.tasks  # noqa: F401 - it mends forks for the whole process
-
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
