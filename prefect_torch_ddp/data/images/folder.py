@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Literal
 
 from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.datasets.folder import default_loader
 
 from prefect_torch_ddp.data.fetching import HasLayout
 from prefect_torch_ddp.data.images.listing import EXTENSIONS, index_images, list_dataset, read_index
@@ -219,11 +220,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         except MemoryError:  # no fault of the image
             raise
         except Exception as error:
-            msg = (
-                f"{self._uri(index)} can't be decoded: {type(error).__name__}: {error}; "
-                "replace it, or pass on_error='skip'"
-            )
-            raise CorruptImageError(msg) from error
+            raise _corrupt(self._uri(index), error) from error
         target: Any = self._targets[index]
         if self.transform is not None:
             image = self.transform(image)
@@ -245,6 +242,36 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
                 self.root,
                 error,
             )
+
+
+class _NamingLoader:
+    """Torchvision's loader, or the user's own, whose errors name the image."""
+
+    def __init__(self, loader: Callable[[str], Any]) -> None:
+        """Decode with this function of a path."""
+        self.loader = loader
+
+    def __call__(self, path: str) -> Any:
+        """Decode an image.
+
+        Raises:
+            CorruptImageError: it can't be decoded.
+            OSError: it can't be read.
+        """
+        try:
+            return self.loader(path)
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Those of the disk have a number, those of PIL are about the content.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise _corrupt(path, error) from error
+
+
+def _corrupt(name: str, error: Exception) -> CorruptImageError:
+    what = f"{name} can't be decoded: {type(error).__name__}: {error}"
+    return CorruptImageError(f"{what}; replace it, or pass on_error='skip'")
 
 
 # Not its base, which `help` would show.
@@ -296,7 +323,8 @@ def image_folder(
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
         raise TypeError(msg)
     kept = {name: value for name, value in options.items() if name in theirs}
-    dataset = ImageFolder(str(folder), transform, target_transform, **kept)
+    named = {**kept, "loader": _NamingLoader(options.get("loader", default_loader))}
+    dataset = ImageFolder(str(folder), transform, target_transform, **named)
     if (index := options.get("index")) is not None:
         where = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
         _check_names(dataset, index, where, chosen="is_valid_file" in kept)

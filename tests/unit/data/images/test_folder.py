@@ -21,7 +21,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.data.image_files import image_files, write_folder
+from tests.integration.data.image_files import image_files, write_folder, write_images
 from tests.unit.data.test_loader import drawn_of, loader_of
 
 OPTIONS = {"global_batch_size": 3, "seed": 1, "keep_ids": True}
@@ -137,6 +137,23 @@ def test_what_cannot_be_read_is_named(tmp_path):
         for read in (lambda: dataset[index], lambda: dataset.__getitems__([5, index, 6])):  # noqa: B023
             with pytest.raises(kind, match=dataset._objects[index].key):
                 read()
+
+
+@pytest.mark.parametrize("loader", [None, Path.read_text])
+def test_a_corrupt_image_of_a_local_folder_is_named(tmp_path, loader):
+    """Torchvision's error is an OSError without a name, which would be tried again and again."""
+    folder = tmp_path / "images"
+    write_images(DirectoryStorage(folder), ["cat"], 2)
+    first = folder / "cat" / "cat00.jpg"
+    content = first.read_bytes()
+    first.write_bytes(content[: len(content) // 2])
+    options = {} if loader is None else {"loader": lambda path: loader(Path(path))}
+    dataset = image_folder(folder, **options)
+    with pytest.raises(CorruptImageError, match=f"{first} can't be decoded: .*on_error='skip'"):
+        dataset[0]
+    first.unlink()
+    with pytest.raises(FileNotFoundError, match=str(first)):
+        dataset[0]
 
 
 def struck_images(folder, **options):
