@@ -76,6 +76,7 @@ class RankLoader:
             shares one by one, so that loading doesn't depend on the number of ranks.
         keep_ids: have `lockstep` return the samples of each batch, for a ledger.
         keeps_epoch: returns whether `epoch` stays, since the number of passes isn't saved.
+        step_under_way: returns the step of `ctx.steps` whose body runs; None outside of its bodies.
         seed_samples: which generators are seeded. "torch": only torch's, for a dataset and a
             collate_fn that draw from no other, such as torchvision's v2 transforms. False: none,
             for a dataset that draws nothing. Either saves some microseconds a sample, which
@@ -109,6 +110,7 @@ class RankLoader:
         virtual_ranks: int | None = None,
         keep_ids: bool = False,
         keeps_epoch: Callable[[], bool] = lambda: False,
+        step_under_way: Callable[[], int | None] = lambda: None,
         seed_samples: SeedSamples = True,
         weights: Weights | None = None,
         order: Order | None = None,
@@ -121,6 +123,8 @@ class RankLoader:
         self.epoch = 0
         """Whose order `iter(loader)` takes. It isn't saved: your own loop sets it."""
         self._keeps_epoch = keeps_epoch
+        self._step_under_way = step_under_way
+        self._has_warned = False
         self._keeps_ids = keep_ids
         self._turn = 0
         """Counts passes: persistent workers serve the newest one."""
@@ -235,15 +239,31 @@ class RankLoader:
         return self._pass(self.epoch, self._load(self.epoch, start_batch=0, stand_ins=False))
 
     def _pass(self, epoch: int, loaded: Iterator[Tagged]) -> Iterator[Any]:
+        begun_in = self._step_under_way()
         for tagged in loaded:
             if tagged.samples:
                 yield tagged.data
+            self._warn_if_continued(begun_in)
             self._pass_counts(epoch)
         self._pass_counts(epoch)  # without a batch, too: other ranks may have one
 
     def _pass_counts(self, epoch: int) -> None:
         if self.epoch == epoch and not self._keeps_epoch():
             self.epoch = epoch + 1
+
+    def _warn_if_continued(self, begun_in: int | None) -> None:
+        """Warn, once, if a pass goes on in another step: its place is in no checkpoint."""
+        step = self._step_under_way()
+        if self._has_warned or step in (None, begun_in):
+            return
+        self._has_warned = True
+        logger.warning(
+            "step %d continues an iteration over a loader from ctx.loader that began before this "
+            "step. Its position isn't in checkpoints: a resumed training begins it again, so its "
+            "steps get other batches than those of an undisturbed one. To train on two datasets in "
+            "each step, make one of both, such as torch.utils.data.StackDataset(first, second)",
+            step,
+        )
 
     def lockstep(self, epoch: int, start_batch: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         """Yield (batch, share) for each global batch of an epoch from `start_batch` on.

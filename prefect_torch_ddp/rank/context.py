@@ -313,6 +313,7 @@ class RankContext:
             keep_ids=self.config.ledger,
             # From the first call of ctx.steps on: a resumed training has forgotten the passes.
             keeps_epoch=lambda: "loop" in vars(self._assembly),
+            step_under_way=lambda: None if self._progress.share is None else self._progress.step,
             **dataloader_kwargs,
         )
 
