@@ -181,10 +181,24 @@ def first_steps(records: Records) -> dict[int, tuple[bool, int]]:
     return firsts
 
 
+def resumed_at(firsts: Mapping[int, tuple[bool, float]]) -> dict[int, int]:
+    """Return the first step that each attempt makes, also if it was killed before it made one.
+
+    Args:
+        firsts: as `first_steps` gives it. If no attempt has records of a step, the loop is the
+            user's own, and the steps of its records are the numbers of its checkpoints.
+    """
+    has_steps = not all(is_untrained for is_untrained, _ in firsts.values())
+    return {
+        attempt: int(step) + (is_untrained and has_steps)
+        for attempt, (is_untrained, step) in firsts.items()
+    }
+
+
 def surviving_records(records: Records) -> Records:
     """Keep what no newer attempt superseded."""
     counts = np.ones(len(records), bool)
-    firsts = {attempt: step for attempt, (_, step) in first_steps(records).items()}
+    firsts = resumed_at(first_steps(records))
     for attempt, end in superseded_from(firsts).items():
         counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
     return records if counts.all() else records.where(counts)

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, first_steps, means
+from prefect_torch_ddp.records.metrics import (
+    MEASURED,
+    Floats,
+    Records,
+    first_steps,
+    means,
+    resumed_at,
+)
 from prefect_torch_ddp.records.reading import superseded_from
 
 Curve = Sequence[tuple[float, float]]
@@ -158,7 +165,7 @@ class MetricCurves:
         last: dict[int, int] = {}
         bin_starts = np.arange(MAX_BINS) * self._width
         attempts = dict(sorted(self._attempts.items()))
-        firsts = {number: int(attempt.first[1]) for number, attempt in attempts.items()}
+        firsts = resumed_at({number: attempt.first for number, attempt in attempts.items()})
         superseded = superseded_from(firsts)
         for number, attempt in attempts.items():
             end = superseded[number]

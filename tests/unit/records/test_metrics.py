@@ -41,6 +41,17 @@ def kept(*attempts: list[Record]) -> list[tuple[int, int, int]]:
     return [(found.step, found.rank, found.attempt) for found in rows(records)]
 
 
+def test_an_attempt_that_was_killed_before_its_first_step_takes_no_step_back():
+    """It resumed from step 2 and validated again. In a loop without steps, 2 is a checkpoint's."""
+    before = [record(step, loss=1.0) for step in (1, 2, 3)]
+    again = [record(2, attempt=2, num_samples=0, val_loss=7.0)]
+    after = [record(3, attempt=3, loss=1.0)]
+    assert kept(before, again) == [(1, 0, 1), (2, 0, 1), (2, 0, 2)]
+    assert kept(before, again, after) == [(1, 0, 1), (2, 0, 1), (2, 0, 2), (3, 0, 3)]
+    own_loop = [record(step, num_samples=0, reward=1.0) for step in (1, 2, 3)]
+    assert kept(own_loop, again) == [(1, 0, 1), (2, 0, 2)]
+
+
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():
     """No record of another run is read whose id begins in the same way."""
     objects = {part(0).replace(RUN, RUN + "-2"): HEAD + line(1)}

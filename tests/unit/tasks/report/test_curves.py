@@ -38,6 +38,16 @@ def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_
     assert (found.epoch_ends, found.resumes) == ([3, 4], {2: 4})
 
 
+def test_an_attempt_that_was_killed_before_its_first_step_takes_no_step_back():
+    """Its validation after step 3, from which it resumed, voids only what follows that step."""
+    records = [record(step, loss=1.0) for step in (1, 2, 3, 4, 5)]
+    records.append(record(3, attempt=2, num_samples=0, val_loss=7.0))
+    found = MetricCurves(columns(records)).snapshot()
+    loss = [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert found.values == {"loss": loss, "val_loss": [(3, 7.0)]}
+    assert found.resumes == {2: 4}
+
+
 def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
     """Ranks that are read one after the other fall into the same bins; nan hides no neighbour."""
     num_steps = 5 * MAX_BINS
