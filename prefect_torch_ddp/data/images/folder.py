@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -114,7 +115,10 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             for item in list_dataset(self._source, self._prefix)
         )
         found = index_images(
-            listed if index is None else read_index(index, where),
+            chain(
+                _local_classes(source, prefix),
+                listed if index is None else read_index(index, where),
+            ),
             where,
             is_valid_file,
             allow_empty=allow_empty,
@@ -242,6 +246,15 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
                 self.root,
                 error,
             )
+
+
+def _local_classes(source: Readable, prefix: str) -> Iterator[ListedObject]:
+    """Yield a marker for each class folder of a local one: an empty folder has no object."""
+    root = source.local_folder and source.local_folder / prefix
+    if root and root.is_dir():
+        for entry in root.iterdir():
+            if entry.is_dir() and entry.name != RESERVED_PART:
+                yield ListedObject(f"{entry.name}/", 0, "")
 
 
 class _NamingLoader:

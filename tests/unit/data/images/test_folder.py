@@ -15,6 +15,7 @@ from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import (
     CorruptImageError,
     InvalidParamsError,
+    NoImagesError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
@@ -137,6 +138,22 @@ def test_what_cannot_be_read_is_named(tmp_path):
         for read in (lambda: dataset[index], lambda: dataset.__getitems__([5, index, 6])):  # noqa: B023
             with pytest.raises(kind, match=dataset._objects[index].key):
                 read()
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_an_empty_class_of_a_local_folder_keeps_its_number(tmp_path, has_index):
+    """As torchvision's: the labels of the classes after it would be those of others."""
+    folder = write_folder(tmp_path / "images", image_files(9))
+    (folder / "bee").mkdir()
+    options = {"on_error": "skip"}
+    if has_index:
+        write_index(DirectoryStorage(folder), tmp_path)
+        options["index"] = tmp_path
+    with pytest.raises(NoImagesError, match=r"classes bee in .*allow_empty=True"):
+        image_folder(folder, **options)
+    ours = image_folder(folder, allow_empty=True, **options)
+    theirs = ImageFolder(folder, allow_empty=True)
+    assert (ours.class_to_idx, ours.targets) == (theirs.class_to_idx, theirs.targets)
 
 
 @pytest.mark.parametrize("loader", [None, Path.read_text])
