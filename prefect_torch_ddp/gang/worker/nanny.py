@@ -19,6 +19,8 @@ from types import FrameType
 from typing import Any
 
 CLOSE = b"close"
+START_S = 10.0
+"""How long a worker may take to start that is to be closed as soon as it has started."""
 LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
 QUIET = {
     # Not Dask's own: its MALLOC_TRIM_THRESHOLD_ slows steps down, and threads are the cluster's.
@@ -62,7 +64,12 @@ async def _serve(
     await asyncio.wait([told, starts], return_when=asyncio.FIRST_COMPLETED)
     if told.done():
         # Its worker, which watches this process, would look for a scheduler that is gone.
-        os._exit(0 if told.result() == CLOSE else 1)
+        if told.result() != CLOSE:
+            os._exit(1)
+        # Killed as it starts, it leaves semaphores, and Python prints that they leaked.
+        await asyncio.wait([starts], timeout=START_S)
+        if not starts.done():
+            os._exit(0)
     try:
         nanny = starts.result()
     except Exception as error:  # noqa: BLE001 - who waits for it says so

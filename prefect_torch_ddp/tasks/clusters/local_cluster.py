@@ -14,6 +14,7 @@ import cloudpickle
 import dask
 import distributed
 from dask.system import CPU_COUNT
+from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
 from prefect_torch_ddp.gang.warm import PRELOAD
@@ -49,12 +50,15 @@ class NannyProcess(ProcessInterface):
         given = cloudpickle.dumps((dask.config.config, scheduler, options))
         self._given = pickle.dumps(sys.path) + given
         self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def start(self) -> None:
         """Start it, and return once its worker runs; raises RuntimeError if it doesn't."""
+        self._starting = asyncio.current_task()
         await self._start()
+        self._starting = None
         await super().start()
         self._watch = asyncio.create_task(self._replace_killed())
 
@@ -100,20 +104,45 @@ class NannyProcess(ProcessInterface):
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     async def close(self) -> None:
-        """Close it, gracefully if it can."""
+        """Close it, gracefully if it can, also if it still starts."""
+        if self.status in (Status.closing, Status.closed):
+            await self.finished()
+            return
+        self.status = Status.closing
+        try:
+            await self._end()
+        except asyncio.CancelledError:  # by a second Ctrl-C
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            raise
+        finally:
+            await super().close()
+
+    async def _end(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         if self._watch is not None:
             self._watch.cancel()
-        if self._process is not None and self._writer is not None:
+        if self._process is not None:
             with contextlib.suppress(OSError):
-                self._writer.write(nanny.CLOSE)
-                await self._writer.drain()
+                await self._order_close(self._process)
             try:
                 await asyncio.wait_for(self._process.wait(), CLOSE_S)
             except TimeoutError:
                 self._process.kill()  # its worker watches it, and ends
                 await self._process.wait()
+        if self._writer is not None:
             self._writer.close()
-        await super().close()
+
+    async def _order_close(self, process: asyncio.subprocess.Process) -> None:
+        if self._writer is None:  # it doesn't know yet what to start
+            process.kill()
+            return
+        self._writer.write(nanny.CLOSE)
+        if self._starting is not None:
+            self._writer.write_eof()  # it may read the order as a part of what to start
+        await self._writer.drain()
 
 
 class RunCluster(distributed.LocalCluster):
@@ -121,7 +150,26 @@ class RunCluster(distributed.LocalCluster):
 
     Dask closes it for ever if no worker of that name is there 15 s after the loss, however far the
     start of the other one is, on a machine under load.
+
+    A start that Ctrl-C or SIGTERM interrupts is given up: Dask would leave the workers that have
+    begun, and print what it then misses when Python exits.
     """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Start it; the arguments are those of `distributed.LocalCluster`."""
+        try:
+            super().__init__(**kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            if self in self._instances and self._loop_runner.is_started():
+                with contextlib.suppress(Exception):
+                    self.sync(self._give_up)
+            raise
+
+    async def _give_up(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in list(self._created)))
+        await self._close()
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         with dask.config.set({"distributed.deploy.lost-worker-timeout": NEVER_S}):

@@ -30,6 +30,15 @@ if __name__ == "__main__":
         sys.stdin.read()
 """
 
+TERMINATED = """
+import signal
+class Terminated(BaseException):
+    pass
+def terminate(*_):
+    raise Terminated
+signal.signal(signal.SIGTERM, terminate)  # as Prefect does
+"""
+
 
 def test_sigterm_of_every_process_leaves_a_checkpoint(tmp_path: Path) -> None:
     """Nannies, workers and fork servers ignore SIGTERM, so that the ranks have time to save."""
@@ -83,3 +92,34 @@ def test_a_cluster_that_got_signals_ends_with_its_killed_flow(tmp_path: Path, wh
         assert nanny.is_running()
         caller.kill()
         wait_until(partial(all_gone, processes))
+
+
+@pytest.mark.parametrize("when", ["at_once", "as_its_worker_starts"])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "Terminated")]
+)
+def test_a_signal_as_a_cluster_starts_prints_nothing_of_dask(
+    tmp_path: Path, number: signal.Signals, raised: str, when: str
+) -> None:
+    """The start is given up, its processes end, and stderr has only the signal's traceback."""
+    script, pipe = tmp_path / "caller.py", subprocess.PIPE
+    script.write_text(TERMINATED + CALLER)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "begins\n"
+        flow = psutil.Process(caller.pid)
+        part = "nanny" if when == "at_once" else "spawn_main"
+
+        def begun() -> list[psutil.Process]:
+            below = flow.children(recursive=True)
+            return below if any(part in " ".join(each.cmdline()) for each in below) else []
+
+        wait_until(lambda: bool(begun()))
+        processes = begun()
+        flow.send_signal(number)
+        out, stderr = caller.communicate(timeout=HANG_S)
+    assert out == ""
+    assert stderr.endswith(f"\n{raised}\n"), stderr
+    assert stderr.count("Traceback") == 1, stderr
+    wait_until(partial(all_gone, processes))
