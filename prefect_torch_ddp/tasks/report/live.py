@@ -117,6 +117,7 @@ class LiveReport:
             match event:
                 case Progress():
                     self._training.add(event, time.monotonic())
+                    self._training.metrics = self._last_metrics(self._readings.curves)
                 case CheckpointCommitted():
                     self._training.checkpoint_every_s = event.every_s
                 case AttemptBegan():
@@ -220,9 +221,14 @@ class LiveReport:
     def _show(self, curves: Curves) -> None:
         self._recorder.read(curves.last, curves.attempt, curves.read_epoch)
         with self._lock:
-            self._training.metrics = dict(curves.last)
+            self._training.metrics = self._last_metrics(curves)
             self._has_news = True
         self._shown["picture"] = render_curves(curves)
+
+    def _last_metrics(self, curves: Curves) -> dict[str, float]:
+        """Return none of an earlier attempt while it trains: its steps may be made again."""
+        is_old = curves.attempt < self._training.attempt
+        return {} if is_old and self._training.status == "training" else dict(curves.last)
 
     def _take(self, name: str, read: Callable[[], Any]) -> None:
         self._shown[name] = read()
@@ -266,8 +272,9 @@ class LiveReport:
         """Have the end shown by what is on record, not by what rank 0 said last."""
         curves = self._readings.curves
         position = self._recorder.settle(curves.attempt, curves.step, curves.epoch)
-        if position is not None:
-            with self._lock:
+        with self._lock:
+            self._training.metrics = self._last_metrics(curves)
+            if position is not None:
                 self._training.settle(*position)
 
     def _keep(self, file: ReportFile | None) -> None:
