@@ -118,8 +118,10 @@ def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
     options = ", ".join(f"{name}={value}" for name, value in record.options.items())
     where = "" if storage == STORAGE else f" --storage {storage}"
     more = " -o NAME=VALUE" if record.state == "completed" else ""
-    # Only a run of train_flow has a dataset, and can be repeated from its record.
-    can_resume = record.dataset is not None
+    # Only a run of train_flow has a dataset, and can be repeated from its record. Of one that
+    # trains, or whose process was killed, the record may lack the newest checkpoint.
+    has_checkpoint = record.state == "training" or record.checkpoint is not None
+    can_resume = record.dataset is not None and (has_checkpoint or record.state == "completed")
     model = record.model_uris.get("model") or next(iter(record.model_uris.values()), "")
     return [
         ("run", f"{record.run_id}, {record.state}"),

@@ -11,11 +11,11 @@ from prefect_torch_ddp.cli.sync import said
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.run_record import write_record
-from prefect_torch_ddp.results import in_lines
+from prefect_torch_ddp.results import CheckpointRef, in_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
-from tests.support.pages import BEGAN, MODEL, RECORD, RUN, evaluation
+from tests.support.pages import BEGAN, LAST, MODEL, RECORD, RUN, evaluation
 
 DONE = RECORD.model_copy(
     update={
@@ -67,10 +67,19 @@ def test_the_model_of_a_storage_that_was_moved_is_shown_where_it_is(
 
 def test_a_failed_run_says_its_cause_first() -> None:
     """And is continued without another word."""
-    failed = RECORD.model_copy(update={"state": "failed", "cause": "ValueError: boom"})
+    changes = {"state": "failed", "cause": "ValueError: boom", "checkpoint": CheckpointRef(**LAST)}
+    failed = RECORD.model_copy(update=changes)
     lines = in_lines(facts(failed, "", "~/prefect-torch-ddp")).splitlines()
     assert lines[:2] == [f"run         {RUN}, failed", "cause       ValueError: boom"]
     assert lines[-1] == f"continue    prefect-torch-ddp resume {RUN}"
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_run_that_ended_without_a_checkpoint_is_not_continued(state: str) -> None:
+    """`resume` would refuse it. One that trains may have a checkpoint that isn't on record yet."""
+    ended = RECORD.model_copy(update={"state": state, "ended": BEGAN})
+    assert dict(facts(ended, "", "x"))["continue"] == ""
+    assert dict(facts(RECORD, "", "x"))["continue"].startswith("prefect-torch-ddp resume")
 
 
 def test_a_task_is_not_continued_from_here() -> None:
