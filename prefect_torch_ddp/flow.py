@@ -9,6 +9,7 @@ from prefect import Task, flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_UI_URL
+from prefect.utilities.urls import url_for
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
@@ -130,7 +131,8 @@ def _run(run: Run) -> TrainReport:
                         report = publish(*found)
                 else:
                     report = result_of(publish.submit(*found), params)
-    url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
+    # The embedded server has no UI.
+    url = url_for("flow-run", obj_id=flow_run.id) if PREFECT_UI_URL.value() else None
     for what, where in (("run in Prefect", url), ("report", report.report_uri)):
         if where is not None:
             get_run_logger().info("the %s: %s", what, where)

@@ -103,7 +103,9 @@ def check_artifacts(report: TrainReport) -> None:
     )
     assert progress.data == 100
     assert str(page.data).startswith("# digits: finished\n\naccuracy ")
-    assert Path(str(report.report_uri)).read_text(encoding="utf-8").count("<h2>") > 5
+    html = Path(str(report.report_uri)).read_text(encoding="utf-8")
+    assert html.count("<h2>") > 5
+    assert f'href="{report.flow_run_url}"' in html
     last = [f"the run in Prefect: {report.flow_run_url}", f"the report: {report.report_uri}"]
     for text in last:
         wait_until_said(flow_run_id, text)
