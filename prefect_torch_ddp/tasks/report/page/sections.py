@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from prefect_torch_ddp.params import COUNTED_INTERVALS, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
 from prefect_torch_ddp.results import LedgerReport, Report, TrainReport
+from prefect_torch_ddp.results import count as num_of
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     count,
@@ -183,7 +184,7 @@ def _cut(value: object, most: int = MAX_VALUE) -> str:
 def _run_record(view: RunView) -> str:
     record = view.record
     dataset, steps, versions = record.dataset, record.num_steps, dict(record.versions)
-    epochs = f" in {count(record.num_epochs)} epochs" if record.num_epochs else ""
+    epochs = f" in {num_of(record.num_epochs, 'epoch')}" if record.num_epochs else ""
     ours = versions.pop("prefect-torch-ddp", "")
     resumed = None if view.report is None else view.report.training.resumed_from_step
     facts = {

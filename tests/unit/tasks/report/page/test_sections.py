@@ -384,6 +384,15 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     assert "load_state_dict" not in markdown
 
 
+@pytest.mark.parametrize(
+    ("num_epochs", "shown"), [(None, "20"), (1, "20 in 1 epoch"), (2, "20 in 2 epochs")]
+)
+def test_the_record_counts_its_epochs(num_epochs: int | None, shown: str) -> None:
+    """One epoch is not `1 epochs`."""
+    record = RECORD.model_copy(update={"num_steps": 20, "num_epochs": num_epochs})
+    assert ["steps", shown] in tables(page_of(record=record).partition("## Run record")[2])[0]
+
+
 def test_steps_without_epochs_are_said_to_have_none():
     """Nor do they have samples that anybody knows; their means are there."""
     rows = [EpochRow(epoch=0, num_steps=5000, num_samples=0, metrics={"loss": 0.5})]
