@@ -487,13 +487,14 @@ class TrainReport(Result):
         steps = f"{count(done.num_steps, 'step')} in {count(done.num_epochs, 'epoch')}"
         last = done.failures[-1] if done.failures else None
         failed = f"{count(len(done.failures), 'attempt')}, last: " if last else ""
+        attempt = f" in attempt {done.attempt}" if done.attempt > 1 else ""
         again = f'TrainParams(..., resume_from="{self.run_id}")'
         storage = quote(self.checkpoint.uri.rpartition("/runs/")[0])
         command = f"prefect-torch-ddp resume {self.run_id} -o NAME=VALUE --storage {storage}"
         return [
             ("score", self.evaluation.score),
             ("trained", f"{steps} on {count(done.world_size, 'rank')}"),
-            ("took", f"{done.duration_s:,.1f} s"),
+            ("took", f"{done.duration_s:,.1f} s{attempt}"),
             ("failed", failed + (last.summary.partition("\n")[0] if last else "")),
             ("samples", "" if self.ledger is None else _in_a_line(self.ledger)),
             ("run", self.run_id),

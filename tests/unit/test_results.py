@@ -14,7 +14,7 @@ FAILED = {"attempt": 1, "world_size": 4, "step": 3, "summary": "ValueError: boom
 PRINTED = f"""\
 score       accuracy 0.875, loss 0.25 on 8 samples
 trained     400 steps in 10 epochs on 4 ranks
-took        200.4 s
+took        200.4 s in attempt 2
 failed      1 attempt, last: ValueError: boom
 run         {RUN}
 model       s3://bucket/runs/r/model.pt
@@ -30,6 +30,11 @@ def test_a_report_prints_in_some_ten_lines() -> None:
     command that can be typed so, for a run that has ended, in its storage."""
     training = {**TRAINING, "failures": (FAILED,), "model_uris": MODEL}
     assert str(report(training=training, flow_run_url=URL, report_uri=HTML)) == PRINTED
+
+
+def test_a_report_names_the_attempt_only_if_there_were_others() -> None:
+    """The time is that of the attempt that finished."""
+    assert "\ntook        200.4 s\n" in str(report(training={**TRAINING, "attempt": 1}))
 
 
 def test_a_notebook_shows_a_table_with_links_and_nothing_else() -> None:
