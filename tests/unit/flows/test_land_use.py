@@ -12,7 +12,7 @@ import torch
 
 from flows import land_use
 from flows.land_use import Options, make_net
-from prefect_torch_ddp import InvalidParamsError, RankContext, StorageError
+from prefect_torch_ddp import CorruptImageError, InvalidParamsError, RankContext, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_images
 from tests.support.records import read_records
@@ -80,7 +80,7 @@ def test_an_image_that_cannot_be_decoded_is_named(prepared: Prepared, tmp_path: 
     """The error has its place."""
     shutil.copytree(prepared[0], tmp_path / "images")
     (tmp_path / "images/forest/forest03.jpg").write_bytes(b"\xff\xd8 cut")
-    with pytest.raises(OSError, match=r"forest/forest03.jpg"):
+    with pytest.raises(CorruptImageError, match=r"forest/forest03.jpg can't be decoded"):
         train((tmp_path / "images", prepared[1]), tmp_path / "store")
 
 
