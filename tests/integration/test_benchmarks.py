@@ -16,8 +16,11 @@ from tests.benchmarks.taking_turns import trainer
 
 def test_two(tmp_path):
     turns = steady.Turns(str(tmp_path / "turns"), 1, [(1, 1)])
-    with trainer(["sh", "-c", "echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000"], turns):
+    with trainer(["sh", "-c", "echo $$ > {pid}.new; sleep 1000"], turns):
         import time
+        while not Path("{pid}.new").exists() or not Path("{pid}.new").read_text():
+            time.sleep(0.02)
+        Path("{pid}.new").rename("{pid}")
         time.sleep(1000)
 """
 

@@ -102,7 +102,7 @@ def workers_of(client: Client) -> dict[str, psutil.Process]:
     return {address: psutil.Process(pid) for address, pid in sorted(client.run(os.getpid).items())}
 
 
-def all_gone(processes: Sequence[psutil.Process]) -> bool:
+def all_gone(processes: Iterable[psutil.Process]) -> bool:
     """Tell whether none of them runs."""
     return not any(map(_runs, processes))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from distributed import Client
 
+from tests.support.gangs import all_gone
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -21,12 +22,22 @@ def stop(process: psutil.Process) -> None:
 
 
 def end(process: psutil.Process) -> None:
-    """Kill a process, also a stopped one, and everything that it has started."""
-    everyone = [*process.children(recursive=True), process]
+    """Kill a process, also a stopped one, and everything that it has started.
+
+    They are stopped first: what forks while it is looked at would leave a child behind. One that
+    nobody has reaped yet has ended: on some machines process 1 takes its time.
+    """
+    everyone: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while more := {process, *process.children(recursive=True)} - everyone:
+            for member in more:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.suspend()
+            everyone |= more
     for member in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(everyone, timeout=HANG_S)
+    wait_until(lambda: all_gone(everyone), what=f"the end of {everyone}")
 
 
 class SeparateCluster:
