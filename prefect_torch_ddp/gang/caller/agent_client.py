@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +95,28 @@ class AgentClient:
         self.news, self.next_event = news, news.next_event
         return news
 
+    async def ended(self) -> None:
+        """Wait until its Dask task has ended in whatever way, or its worker is lost."""
+        await self._while_alive(self.future.exception())
+
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the agent's ranks.
 
         Watches the worker meanwhile: Dask waits forever for an agent that was lost with its
         worker.
         """
-        fetch = asyncio.ensure_future(self.future.result())
+        # First the end alone: a fetch that is given up as it begins leaves the client unable to
+        # fetch anything, with an UnboundLocalError (dask/distributed#8514).
+        await self.ended()
+        values: tuple[bytes, ...] = await self._while_alive(self.future.result())
+        return values
+
+    async def _while_alive(self, what: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(what)
         try:
-            values: tuple[bytes, ...] = await self._watched(fetch, Liveness())
-            return values
+            return await self._watched(task, Liveness())
         finally:
-            fetch.cancel()
+            task.cancel()
 
     async def _call(
         self, wait_s: float, order: bytes = b"", limit_s: float | None = None

@@ -120,7 +120,7 @@ class Supervisor:
                 text = "ranks on %s were not gone %g s after they were killed"
                 logger.error(text, agent.worker.address, CLEAR_TIMEOUT_S)
         if self._growth.why:  # the agents' tasks still hold their workers for a moment
-            ends = asyncio.gather(*(each.values() for each in reachable), return_exceptions=True)
+            ends = asyncio.gather(*(each.ended() for each in reachable), return_exceptions=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ends, CLEAR_LIVENESS_S)
         for agent in self._agents:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from distributed import Client, Future
-from distributed import wait as wait_for_state
-from distributed.client import FutureCancelledError, FuturesCancelledError
+from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -94,8 +93,10 @@ def _watch(
     sign, why_unwanted = WaitingSign(display.take), own_task_watch()
     with display, cancel_request() as is_cancelled:
         while future.status == "pending" and (wait_s := min(CALLED_EVERY_S, left_s())) > 0:
-            with suppress(TimeoutError, FuturesCancelledError):
-                future.client.sync(_until_ended, future, callback_timeout=wait_s)
+            # Not result(), which fetches it too: a time-out just as that begins leaves the client
+            # unable to fetch any, with an UnboundLocalError (dask/distributed#8514).
+            with suppress(TimeoutError):
+                future.exception(wait_s)
             _raise_if_suspended()
             if is_cancelled():
                 msg = "the flow run was cancelled in Prefect"
@@ -111,13 +112,6 @@ def _watch(
                     else:
                         display.show("")  # it has begun, and hasn't told anything yet
                 display.turn()
-
-
-async def _until_ended(future: Future[Any]) -> None:
-    # Not future.result(timeout=...), which fetches the result too: a time-out just as that begins
-    # leaves the client unable to fetch any, with an UnboundLocalError (dask/distributed#8514).
-    with future.client.as_current():
-        await wait_for_state(future)
 
 
 def _raise_if_suspended() -> None:
