@@ -117,7 +117,6 @@ class LiveReport:
             match event:
                 case Progress():
                     self._training.add(event, time.monotonic())
-                    self._training.metrics = self._last_metrics(self._readings.curves)
                 case CheckpointCommitted():
                     self._training.checkpoint_every_s = event.every_s
                 case AttemptBegan():
@@ -221,14 +220,9 @@ class LiveReport:
     def _show(self, curves: Curves) -> None:
         self._recorder.read(curves.last, curves.attempt, curves.read_epoch)
         with self._lock:
-            self._training.metrics = self._last_metrics(curves)
+            self._training.read(curves.last, curves.attempt)
             self._has_news = True
         self._shown["picture"] = render_curves(curves)
-
-    def _last_metrics(self, curves: Curves) -> dict[str, float]:
-        """Return none of an earlier attempt while it trains: its steps may be made again."""
-        is_old = curves.attempt < self._training.attempt
-        return {} if is_old and self._training.status == "training" else dict(curves.last)
 
     def _take(self, name: str, read: Callable[[], Any]) -> None:
         self._shown[name] = read()
@@ -273,7 +267,7 @@ class LiveReport:
         curves = self._readings.curves
         position = self._recorder.settle(curves.attempt, curves.step, curves.epoch)
         with self._lock:
-            self._training.metrics = self._last_metrics(curves)
+            self._training.read(curves.last, curves.attempt)
             if position is not None:
                 self._training.settle(*position)
 

@@ -1,6 +1,7 @@
 """How far a training is: state, position, speed and time left."""
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -38,6 +39,15 @@ class TrainingProgress:
         """Take in that the ranks start, perhaps again, perhaps fewer."""
         self.attempt, self.world_size, self.waiting = began.attempt, began.world_size, ""
         self._seen.clear()  # the speed would have the restart's pause in it
+        self.metrics = {}
+
+    def read(self, last: Mapping[str, float], attempt: int) -> None:
+        """Take in the last value of each metric, and the attempt that recorded them.
+
+        While it trains, none of an earlier attempt is shown: its steps may be made again.
+        """
+        if attempt >= self.attempt or self.status != "training":
+            self.metrics = dict(last)
 
     def add(self, progress: Progress, now_s: float) -> None:
         """Take in one event; its step may be lower than the last, after a restart.

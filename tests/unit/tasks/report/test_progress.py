@@ -9,13 +9,14 @@ from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.pages import HOSTILE, RECORD, metric_curves, page_of, tables
 
+METRICS = {"accuracy": 0.5, "loss": 0.12345, "third": 3.0}
 LINE = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
 
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
     """Make a training that was heard of at steps, each with its time."""
     made = TrainingProgress(world_size=4)
-    made.metrics = {"accuracy": 0.5, "loss": 0.12345, "third": 3.0}
+    made.read(METRICS, attempt=1)
     for step, now_s in steps:
         more = {"total_epochs": total and total // 40, "num_samples": 116 * step}
         made.add(Progress(step, (step - 1) // 40 + 1, total, **more), now_s)
@@ -24,11 +25,37 @@ def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> T
     return made
 
 
+def test_a_step_after_a_restart_has_no_loss_of_the_attempt_before_it():
+    """Its own loss is shown as soon as records of the new attempt have been read."""
+    shown = TrainingProgress(world_size=2)
+    shown.begin_attempt(AttemptBegan(1, 2))
+    shown.add(Progress(20, 1, 105), 0.0)
+    shown.read({"loss": 0.343}, attempt=1)
+    assert shown.line == "epoch 1 · step 20/105 · loss 0.343"
+    shown.begin_attempt(AttemptBegan(2, 2))
+    shown.add(Progress(1, 1, 105), 10.0)
+    assert shown.line == "epoch 1 · step 1/105"
+    shown.read({"loss": 0.343}, attempt=1)
+    assert shown.line == "epoch 1 · step 1/105"
+    shown.read({"loss": 2.3}, attempt=2)
+    assert shown.line == "epoch 1 · step 1/105 · loss 2.3"
+
+
+def test_a_training_that_failed_before_its_new_attempt_recorded_shows_what_there_is():
+    """What was recorded last is then no promise for the steps to come."""
+    shown = TrainingProgress(world_size=2)
+    shown.add(Progress(20, 1, 105), 0.0)
+    shown.begin_attempt(AttemptBegan(2, 2))
+    shown.status = "failed"
+    shown.read({"loss": 0.343}, attempt=1)
+    assert shown.line == "epoch 1 · step 20/105 · loss 0.343 · failed"
+
+
 def test_the_page_shows_where_the_training_is():
     """Facts, the last metrics, parameters, the curve; what isn't known has no section."""
     shown = training((50, 0.0), (120, 10.0))
-    shown.metrics[HOSTILE] = math.nan
     shown.begin_attempt(AttemptBegan(2, 3))
+    shown.read({**METRICS, HOSTILE: math.nan}, attempt=2)
     shown.checkpoint_every_s = 5.0
     for now_s, step in ((20.0, 100), (30.0, 170)):
         shown.add(Progress(step, 3, 400, total_epochs=10, num_samples=8 * step), now_s)
