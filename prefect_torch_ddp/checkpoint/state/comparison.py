@@ -138,7 +138,9 @@ def _refuse_drifted(
         f"{spelled(odd[first])} from the others. Every rank has to make the same updates: "
         "call what ctx.wrap returned, not the model given to it and not .module; make one backward "
         "pass for each forward pass, and the same steps on every rank; wrap a model again after "
-        "other parameters are to be trained. If each rank trains its own model on purpose, "
+        "other parameters are to be trained; draw what changes weights by itself (a new layer's, "
+        "noise) from a torch.Generator seeded the same on every rank. "
+        "If each rank trains its own model on purpose, "
         f"call ctx.track_each({name}=...). If none of that is so, a memory or a device may have "
         "failed. checkpoint.compare_replicas=False turns this check off"
     )
