@@ -73,3 +73,30 @@ def check_call(fn: object, args: object, kwargs: object) -> None:
     ):
         msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
         raise InvalidParamsError(msg)
+    _check_arguments(fn, args, kwargs or {})
+
+
+def _check_arguments(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Refuse arguments that don't fit a plain function; ranks would start only to fail.
+
+    What a decorator made is left alone: it may show the signature of what it calls with more.
+    """
+    if not inspect.isroutine(fn) or hasattr(fn, "__signature__"):
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        first = next(iter(signature.parameters), "")
+        is_workload = first == "ctx" and not args and "ctx" not in kwargs
+        hint = (
+            "run_gang passes no RankContext: make it a ddp_task, or a workload of train_flow"
+            if is_workload
+            else "give them as args=(...) and kwargs={...}"
+        )
+        msg = f"{name}() can't be called on the ranks: {error}; {hint}"
+        raise InvalidParamsError(msg) from None

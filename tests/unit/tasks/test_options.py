@@ -1,5 +1,6 @@
 """Options: declared once, in the same words at every level, and refused by name."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -147,6 +148,43 @@ def test_methods_and_functions_whose_call_runs_nothing_are_refused() -> None:
         if function is not Trainer.fit:
             with pytest.raises(InvalidParamsError, match=says):
                 check_call(made, (), None)
+
+
+def test_arguments_that_do_not_fit_are_refused_before_ranks_start() -> None:
+    """A plain function's; what a decorator made may add arguments of its own."""
+
+    def fit(lr: float, *, epochs: int = 1) -> float:
+        return lr * epochs
+
+    def train(ctx: RankContext) -> None:
+        del ctx
+
+    @functools.wraps(fit)
+    def decorated() -> float:
+        return fit(0.1)
+
+    for function, args, kwargs, says in (
+        (
+            fit,
+            (),
+            None,
+            r"fit\(lr.*missing a required argument: 'lr'; give them as args=\(\.\.\.\)",
+        ),
+        (fit, (0.1, 2), {}, "fit.*too many positional arguments"),
+        (fit, (0.1,), {"epoch": 2}, "fit.*unexpected keyword argument 'epoch'"),
+        (
+            train,
+            (),
+            None,
+            "'ctx'; run_gang passes no RankContext: make it a ddp_task",
+        ),
+    ):
+        with pytest.raises(InvalidParamsError, match=says):
+            check_call(function, args, kwargs)
+    check_call(fit, (0.1,), {"epochs": 2})
+    check_call(decorated, (), None)
+    check_call(functools.partial(fit, 0.1), (), None)
+    check_call(max, (1, 2), None)
 
 
 @pytest.mark.parametrize(
