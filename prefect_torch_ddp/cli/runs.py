@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -97,7 +98,7 @@ def row(record: "RunRecord") -> tuple[str, ...]:
         record.run_id,
         record.state,
         f"{began:%Y-%m-%d %H:%M}",
-        _duration(record),
+        "" if record.duration_s is None else _duration(record.duration_s),
         str(record.attempts[-1].world_size) if record.attempts else "",
         "" if record.num_steps is None else f"{record.num_steps:,}",
         _score(record).partition(" on ")[0],
@@ -117,28 +118,21 @@ def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
     code += " with changes" if record.commit and record.is_dirty else ""
     options = ", ".join(f"{name}={value}" for name, value in record.options.items())
     where = "" if storage == STORAGE else f" --storage {storage}"
-    more = " -o NAME=VALUE" if record.state == "completed" else ""
-    # Only a run of train_flow has a dataset, and can be repeated from its record. Of one that
-    # trains, or whose process was killed, the record may lack the newest checkpoint.
-    has_checkpoint = record.state == "training" or record.checkpoint is not None
-    can_resume = record.dataset is not None and (has_checkpoint or record.state == "completed")
+    began = f"{record.began.astimezone():%Y-%m-%d %H:%M}"
     model = record.model_uris.get("model") or next(iter(record.model_uris.values()), "")
     return [
         ("run", f"{record.run_id}, {record.state}"),
         ("cause", record.cause),
         ("score", _score(record)),
         ("trained", f"{steps}{ranks}, {tried}" if record.attempts or not record.ended else ""),
-        ("began", f"{record.began.astimezone():%Y-%m-%d %H:%M}, took {_duration(record) or '?'}"),
+        ("began", f"{began}, {_took(record)}"),
         ("workload", f"{record.workload}{code}"),
         ("options", options),
         ("last", values_in_words(record.metrics)),
         ("model", model),
         ("report", report_uri),
         ("in Prefect", f"flow run {record.flow_run_id}" if record.flow_run_id else ""),
-        (
-            "continue",
-            f"prefect-torch-ddp resume {record.run_id}{more}{where}" if can_resume else "",
-        ),
+        *_next_commands(record, where),
     ]
 
 
@@ -160,9 +154,32 @@ def _score(record: "RunRecord") -> str:
     return ""
 
 
-def _duration(record: "RunRecord") -> str:
-    if (took_s := record.duration_s) is None:
-        return ""
+def _next_commands(record: "RunRecord", where: str) -> "LabelledRows":
+    """Return the commands that suit the state of a run: to watch it, or to continue it."""
+    resume = f"prefect-torch-ddp resume {record.run_id}"
+    if record.dataset is None:
+        resume = ""  # a ddp_task: only a run of train_flow can be repeated from its record
+    elif record.state == "completed":
+        resume += f" -o NAME=VALUE{where}"
+    else:
+        resume += where
+    if record.is_over:
+        can_resume = record.state == "completed" or record.checkpoint is not None
+        return [("continue", resume if can_resume else "")]
+    # `resume` refuses a run that still trains. The record of one whose process was killed is the
+    # same, and may lack the newest checkpoint.
+    watch = f"prefect-torch-ddp metrics {record.run_id}{where}"
+    return [("watch", watch), ("if killed", resume)]
+
+
+def _took(record: "RunRecord") -> str:
+    """Return how long a run took, or how long ago it began if it still trains."""
+    if record.is_over and record.duration_s is not None:
+        return f"took {_duration(record.duration_s)}"
+    return f"{_duration((datetime.now(UTC) - record.began).total_seconds())} ago"
+
+
+def _duration(took_s: float) -> str:
     minutes, seconds = divmod(round(took_s), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

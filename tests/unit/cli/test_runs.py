@@ -1,6 +1,7 @@
 """What `runs` and `show` print of a record."""
 
-from datetime import timedelta
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -76,15 +77,35 @@ def test_a_failed_run_says_its_cause_first() -> None:
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_a_run_that_ended_without_a_checkpoint_is_not_continued(state: str) -> None:
-    """`resume` would refuse it. One that trains may have a checkpoint that isn't on record yet."""
+    """`resume` would refuse it. A killed one may have a checkpoint that isn't on record yet."""
     ended = RECORD.model_copy(update={"state": state, "ended": BEGAN})
     assert dict(facts(ended, "", "x"))["continue"] == ""
-    assert dict(facts(RECORD, "", "x"))["continue"].startswith("prefect-torch-ddp resume")
+    assert dict(facts(RECORD, "", "x"))["if killed"].startswith("prefect-torch-ddp resume")
+
+
+@pytest.mark.parametrize("changes", [{}, {"state": "failed", "is_tried_again": True}])
+def test_a_run_that_still_trains_is_watched_and_not_resumed(changes: dict[str, object]) -> None:
+    """`show` said "took ?", and named `resume`, which refuses a run that still trains.
+
+    A run whose process was killed has the same record, so `show` says when to resume. A task that
+    waits for its retry isn't over either.
+    """
+    now = datetime.now(UTC)
+    began = now - timedelta(seconds=190)
+    running = RECORD.model_copy(update={"began": began, "ended": now, **changes})
+    shown = dict(facts(running, "", "s3://bucket"))
+    where = f"{RUN} --storage s3://bucket"
+    assert re.search(r", 3 min 1\d s ago$", shown["began"])
+    assert "continue" not in shown
+    assert shown["watch"] == f"prefect-torch-ddp metrics {where}"
+    assert shown["if killed"] == f"prefect-torch-ddp resume {where}"
+    task = dict(facts(running.model_copy(update={"dataset": None}), "", "s3://bucket"))
+    assert (task["watch"], task["if killed"]) == (shown["watch"], "")
 
 
 def test_a_task_is_not_continued_from_here() -> None:
     """The record of a task doesn't have everything that a new call needs."""
-    shown = dict(facts(RECORD.model_copy(update={"dataset": None}), "", "x"))
+    shown = dict(facts(DONE.model_copy(update={"dataset": None}), "", "x"))
     assert shown["continue"] == ""
 
 
