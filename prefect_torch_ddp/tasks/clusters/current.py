@@ -236,7 +236,8 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         stop_task(task, params.stop_grace_s, "suspended")
         raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
-        raise TaskCancelled(stop_task(task, params.stop_grace_s)) from error
+        said = stop_task(task, params.stop_grace_s, cause=error)
+        raise TaskCancelled(said) from error
     finally:
         # Dask runs a finished task again when its worker is lost, as long as a future is left; and
         # this one stays in the frames of each TimeoutError of the wait, until they are collected.

@@ -81,7 +81,12 @@ def flow_cancelled(why: str) -> State[Any]:
     raise TerminationSignal(signal.SIGTERM)
 
 
-def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelled") -> str:
+def stop_task(
+    task: PrefectDaskFuture[Any],
+    grace_s: float,
+    why: str = "cancelled",
+    cause: BaseException | None = None,
+) -> str:
     """Cancel a task's Dask key, which its gang notices, and wait for the task run's end.
 
     The cluster must live so long.
@@ -90,12 +95,13 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelle
         task: a submitted task's future.
         grace_s: how long it gets to end.
         why: what became of its flow, cancelled or suspended.
+        cause: what the flow left its wait by, if anything.
 
     Returns:
         What the task run says about it.
     """
     gets = "the task gets %g s to end, a training after one step and saved"
-    run_logger().warning(f"{why}: {gets}; Ctrl-C again ends it at once", grace_s)
+    run_logger().warning(f"{why}: {gets}; {_again(cause)} ends it at once", grace_s)
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:
@@ -105,6 +111,13 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelle
             # Pressed again: the cluster goes at once, and nobody else would close the task run.
             _close(client, task.task_run_id, why)
             raise
+
+
+def _again(cause: BaseException | None) -> str:
+    """Return what doesn't wait for the task: the signal that came, once more."""
+    if isinstance(cause, TerminationSignal):
+        return "a second SIGTERM"
+    return "Ctrl-C again" if isinstance(cause, KeyboardInterrupt) else "Ctrl-C"
 
 
 def run_logger() -> Any:

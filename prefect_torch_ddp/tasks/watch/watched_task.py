@@ -265,13 +265,14 @@ def _stop_if_left(
     grace_s: float,
     is_suspended: Callable[[], bool],
     run_id: UUID | None,
+    left_by: BaseException | None,
 ) -> None:
     # The flow leaves it by Ctrl-C, SIGTERM, a suspension or an error; the cluster closes next, and
     # would cut its ranks short.
     if future.wrapped_future.status != "pending":
         return
     try:
-        stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled")
+        stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled", left_by)
         close_cancelled(run_id)
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
         words = "task run %s could not be stopped gracefully: %s"
@@ -298,7 +299,8 @@ def watched(made: Any, grace_s: float) -> Any:
         is_suspended = context.flow_run_suspension_request.is_requested
         stack = context.task_runner._exit_stack  # noqa: SLF001
         # The context of the flow run is left before that.
-        stack.callback(_stop_if_left, made, grace_s, is_suspended, run_without_runner())
+        run_id = run_without_runner()
+        stack.push(lambda _, error, __: _stop_if_left(made, grace_s, is_suspended, run_id, error))
         return future
     return made  # a state, or another runner's future
 

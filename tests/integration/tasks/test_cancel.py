@@ -19,6 +19,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.states import AwaitingRetry, Cancelling
 from prefect_dask.task_runners import PrefectDaskFuture
 
@@ -413,8 +414,15 @@ def test_while_a_retry_waits(tmp_path: Path, shared: ClusterParams) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """A second Ctrl-C doesn't wait for a rank that uses up its grace."""
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [
+        (signal.SIGINT, "Ctrl-C again"),
+        pytest.param(signal.SIGTERM, "a second SIGTERM", marks=pytest.mark.more),
+    ],
+)
+def test_ctrl_c_twice(tmp_path: Path, number: signal.Signals, again: str) -> None:
+    """A second Ctrl-C, or SIGTERM, doesn't wait for a rank that uses up its grace."""
     params = params_of(tmp_path, stop_grace_s=250.0, progress_timeout_s=None)
     (tmp_path / "marks").mkdir()
     fault = {"how": "hang", "step": 60, "rank": 1, "attempts": [1], "mark": str(tmp_path / "marks")}
@@ -422,10 +430,11 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks = ranks_of(tmp_path)
         wait_until((tmp_path / "marks" / "1").exists)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_until(lambda: "Ctrl-C again ends it at once" in (tmp_path / "said").read_text())
+        send = os.killpg if number == signal.SIGINT else os.kill  # a terminal's is for all
+        send(process.pid, number)
+        wait_until(lambda: f"{again} ends it at once" in (tmp_path / "said").read_text())
         assert all(psutil.pid_exists(pid) for pid in ranks)
-        os.killpg(process.pid, signal.SIGINT)
+        send(process.pid, number)
         process.wait(HANG_S)
     wait_until_gone(ranks)
     check_task_cancelled(check_flow_cancelled("cancelled"))
@@ -473,16 +482,32 @@ def lost() -> None:
     """Be a task."""
 
 
-@pytest.mark.parametrize("why", ["cancelled", "suspended"])
+@pytest.mark.parametrize(
+    ("why", "cause", "again"),
+    [
+        ("cancelled", KeyboardInterrupt(), "Ctrl-C again"),
+        ("cancelled", TerminationSignal(signal.SIGTERM), "a second SIGTERM"),
+        ("cancelled", CancelledRun("in Prefect"), "Ctrl-C"),
+        ("suspended", None, "Ctrl-C"),
+    ],
+)
 def test_a_task_that_cannot_say_how_it_ended_has_the_reason(
-    dask_cluster: LocalCluster, why: str
+    dask_cluster: LocalCluster,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+    cause: BaseException | None,
+    again: str,
 ) -> None:
-    """The flow closes a task that waits for its retry, and gives the reason."""
+    """The flow closes a task that waits for its retry, and gives the reason.
+
+    The log named Ctrl-C also if the flow got SIGTERM.
+    """
     with get_client(sync_client=True) as api, Client(dask_cluster) as client:
         flow_run = api.create_flow_run(flow(lost.fn, name="left"))
         task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=AwaitingRetry())
         future = PrefectDaskFuture[None](task_run.id, client.submit(lost.fn))
-        assert stop_task(future, 0.0, why) == "its task waited for a retry"
+        assert stop_task(future, 0.0, why, cause) == "its task waited for a retry"
         state = api.read_task_run(task_run.id).state
     assert state is not None
     assert (state.name, state.message) == ("Cancelled", f"its flow was {why}")
+    assert f"; {again} ends it at once" in caplog.text
