@@ -441,12 +441,17 @@ class GangCancelledError(GangError):
         self.checkpoint_step = checkpoint_step
 
     def __str__(self) -> str:
-        text = str(self.args[0])
-        if self.step is not None:
-            text += f"; all ranks stopped after step {self.step}"
-        if self.checkpoint_step is not None:
-            text += f"; the newest checkpoint is of step {self.checkpoint_step}"
-        return text
+        return "; ".join(filter(None, (str(self.args[0]), saved_by(self))))
+
+
+def saved_by(error: GangCancelledError) -> str:
+    """Say after which step a cancelled gang stopped, and what it saved; empty if it couldn't."""
+    parts = []
+    if error.step is not None:
+        parts.append(f"all ranks stopped after step {error.step}")
+    if error.checkpoint_step is not None:
+        parts.append(f"the newest checkpoint is of step {error.checkpoint_step}")
+    return "; ".join(parts)
 
 
 @exported_by("prefect_torch_ddp")

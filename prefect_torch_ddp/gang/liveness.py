@@ -35,6 +35,8 @@ STORAGE_QUIET_S = 3.0
 """How long a storage may take before a message says what it delays."""
 STORAGE_LIMIT_S = 30.0
 """How long it may take in all; what isn't written by then is dropped."""
+UNWANTED = "the cancellation or end of its flow or Dask client"
+"""Why a task ends of which Dask says only that nobody wants it any more."""
 
 R = TypeVar("R")
 
@@ -137,9 +139,7 @@ def own_task_watch() -> Callable[[], str]:
     def why_unwanted() -> str:
         if is_closing(worker):
             return f"the closing of worker {worker.address}, which ran its caller"
-        return (
-            "the cancellation of the Dask task that called it" if is_unwanted(worker, key) else ""
-        )
+        return UNWANTED if is_unwanted(worker, key) else ""
 
     return why_unwanted
 

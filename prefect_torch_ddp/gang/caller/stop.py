@@ -84,7 +84,7 @@ def follow(
     except BaseException as error:
         # Not the gang's own end: the ranks get their time to stop before the error is raised
         # again. A second Ctrl-C ends that.
-        if not done.done() and stop.set(loop, f"{type(error).__name__} in its caller"):
+        if not done.done() and stop.set(loop, f"{named(error)} in its caller"):
             over.wait(stop.grace_s + END_TIMEOUT_S)
             _log_the_end(done, events, lines, on_event)
         raise
@@ -95,6 +95,13 @@ def follow(
                 rank_logger.error(
                     "the gang had not ended %g s after its caller left", END_TIMEOUT_S
                 )
+
+
+def named(error: BaseException) -> str:
+    """Return what ended a caller: a signal by the name that users know, an error by its class."""
+    name = type(error).__name__
+    signals = {"KeyboardInterrupt": "Ctrl-C (SIGINT)", "TerminationSignal": "SIGTERM"}
+    return signals.get(name, name)
 
 
 def _obey(why: str, stop: StopSwitch, loop: asyncio.AbstractEventLoop) -> None:

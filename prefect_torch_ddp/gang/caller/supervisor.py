@@ -172,7 +172,7 @@ class Supervisor:
         """Raise if the training stopped early: no success, and no failure's consequence."""
         plan, stopped = self._plan, self._stopped
         if stop.why:
-            raise cancelled(plan.name, f"by {stop.why}", stopped)
+            raise cancelled(plan.name, f"stopped by {stop.why}", stopped)
         was_cancelled = isinstance(self._broken, GangCancelledError)
         if was_cancelled or (stopped and not self._failures and self._broken is None):
             why_ended = next(filter(None, (agent.news.why_ended for agent in self._agents)), "")

@@ -16,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.exceptions import (
+    CancelledRun,
     MissingContextError,
     ObjectNotFound,
     PrefectHTTPStatusError,
@@ -26,7 +27,13 @@ from prefect.states import Cancelled
 from prefect.transactions import get_transaction
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import GangCancelledError, SupersededError
+from prefect_torch_ddp.errors import (
+    GangCancelledError,
+    SupersededError,
+    TaskCancelled,
+    saved_by,
+)
+from prefect_torch_ddp.gang.caller.stop import named
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 
@@ -43,12 +50,17 @@ logger = logging.getLogger(__name__)
 
 
 def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Do a task's work, or return the state Cancelled: no failure, so it is never tried again."""
+    """Do a task's work, or return the state Cancelled: no failure, so it is never tried again.
+
+    The state says what was saved. Who cancelled the task knows why, and Prefect logs the state.
+    """
     try:
         return work(*args, **kwargs)
     except (GangCancelledError, SupersededError) as error:
-        get_run_logger().warning("%s", error)
-        if decide(TaskFailure(error, own_worker_leaves()), None, 0).action is Action.MOVE:
+        moves = decide(TaskFailure(error, own_worker_leaves()), None, 0).action is Action.MOVE
+        is_said = moves or isinstance(error, SupersededError)
+        get_run_logger().log(logging.WARNING if is_said else logging.DEBUG, "%s", error)
+        if moves:
             # What this one said would be taken for the word of the one that runs elsewhere. The
             # thread ends with its process, which doesn't wait for a thread that has left the
             # worker's pool.
@@ -60,8 +72,19 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if (transaction := get_transaction()) is not None:
             # Else a run that is resumed, or retried, would find a cached result of None.
             transaction.write_on_commit = False
-        state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
+        # Prefect takes a state for what it is.
+        state: Any = Cancelled(message=saved_by(error) or str(error))
         return state  # type: ignore[no-any-return]
+
+
+def cancel_in_words(cancelled: BaseException) -> str:
+    """Say what cancelled a flow, and how the task ended that it waited for."""
+    is_of_task = isinstance(cancelled, TaskCancelled)
+    cause = cancelled.__cause__ if is_of_task else cancelled
+    by = f" by {named(cause)}" if isinstance(cause, SIGNALS) else ""
+    if isinstance(cause, CancelledRun) or get_intent() == "cancel":
+        by = " in Prefect"
+    return f"cancelled{by}{f': {cancelled}' if is_of_task else ''}"
 
 
 def flow_cancelled(why: str) -> State[Any]:

@@ -8,7 +8,7 @@ from prefect.exceptions import CancelledRun
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, flow_cancelled
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, cancel_in_words, flow_cancelled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +45,5 @@ def quietly(work: Callable[[], R]) -> R:
         get_run_logger().debug("raised by these calls:", exc_info=error)
         raise error.with_traceback(None)  # noqa: B904 - it is the same error
     except (TaskCancelled, *SIGNALS) as cancelled:
-        why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
-        state: Any = flow_cancelled(why)
+        state: Any = flow_cancelled(cancel_in_words(cancelled))
         return state  # type: ignore[no-any-return]

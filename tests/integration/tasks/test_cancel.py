@@ -25,10 +25,11 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train_run import run_id_of
-from prefect_torch_ddp.tasks.watch.cancel import stop_task
+from prefect_torch_ddp.tasks.watch.cancel import or_cancelled, stop_task
 from tests.support.gangs import pids_in
 from tests.support.runs import (
     events_of,
@@ -217,6 +218,7 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: Clus
         wait_until_gone(ranks)
         process.wait(HANG_S)
     check_cancelled(tmp_path)
+    check_flow_cancelled("cancelled by SIGTERM: all ranks stopped after step")
     given = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store")}
     assert train_flow(TrainParams(**given, cluster=shared)).training.num_steps == 21
 
@@ -437,7 +439,8 @@ def test_ctrl_c_twice(tmp_path: Path, number: signal.Signals, again: str) -> Non
         send(process.pid, number)
         process.wait(HANG_S)
     wait_until_gone(ranks)
-    check_task_cancelled(check_flow_cancelled("cancelled"))
+    by = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"
+    check_task_cancelled(check_flow_cancelled(f"cancelled by {by}"))
 
 
 @pytest.mark.long
@@ -475,6 +478,31 @@ def test_a_training_that_another_task_submitted_is_stopped_with_it(
         wait_until_gone(ranks)
     message = check_task_cancelled(newest_run()[0])
     assert "all ranks stopped after step" in message
+
+
+@task
+def stopped() -> None:
+    """Be a task whose gang was cancelled."""
+    return or_cancelled(_raise, GangCancelledError("gang 'fit' was stopped by Ctrl-C", 7, 7))
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_cancelled_task_says_once_what_was_saved() -> None:
+    """Its log had that twice: in a line of the gang's, and in Prefect's of the task's state."""
+
+    @flow
+    def user_flow() -> str | None:
+        return stopped(return_state=True).message
+
+    said = "all ranks stopped after step 7; the newest checkpoint is of step 7"
+    assert user_flow() == said
+    flow_run_id = newest_run()[0]
+    wait_until(lambda: any(said in line.message for line in logs_of(flow_run_id)))
+    (line,) = [each for each in logs_of(flow_run_id) if "after step 7" in each.message]
+    assert line.message == f"Finished in state Cancelled({said!r})"
 
 
 @task

@@ -85,7 +85,7 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     prefect("flow-run", "cancel", str(newest_run()[0]))
     wait_until(lambda: not any(process.is_running() for process in (*ranks, *servers)))
     check_cancelled(tmp_path)
-    flow_run_id = check_flow_cancelled("all ranks stopped after step")
+    flow_run_id = check_flow_cancelled("cancelled in Prefect: all ranks stopped after step")
     wait_until_said(flow_run_id, "Flow run was cancelled.")
     lines = [line for line in logs_of(flow_run_id) if line.level >= logging.WARNING]
     errors = [line.message for line in lines if line.level >= logging.ERROR]

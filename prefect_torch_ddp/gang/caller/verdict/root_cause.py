@@ -84,12 +84,12 @@ def error_for(failures: Sequence[RankFailure], attempt: int) -> RankFailedError 
     )
 
 
-def cancelled(gang_name: str, why: str, stopped: Sequence[RankStopped]) -> GangCancelledError:
+def cancelled(gang_name: str, how: str, stopped: Sequence[RankStopped]) -> GangCancelledError:
     """Return the error of a cancelled gang, with the step agreed on and its checkpoint."""
     step = stopped[0].stopped.step if stopped else None
     saved = [event.stopped.checkpoint_step for event in stopped]
     newest = next((step for step in saved if step is not None), None)
-    return GangCancelledError(f"gang {gang_name!r} was cancelled {why}", step, newest)
+    return GangCancelledError(f"gang {gang_name!r} was {how}", step, newest)
 
 
 def stopped_unasked(
@@ -115,4 +115,4 @@ def stopped_unasked(
         saved = [event.stopped.step for event in stopped if event.stopped.is_saved]
         text = f"{why_agent_ended}; the rest of the gang was stopped{after}"
         return WorkerLostError(text, max(filter(None, saved), default=None))
-    return cancelled(plan.name, "from outside; its ranks were stopped", stopped)
+    return cancelled(plan.name, "cancelled from outside; its ranks were stopped", stopped)
