@@ -101,7 +101,7 @@ def row(record: "RunRecord") -> tuple[str, ...]:
         "" if record.duration_s is None else _duration(record.duration_s),
         str(record.attempts[-1].world_size) if record.attempts else "",
         "" if record.num_steps is None else f"{record.num_steps:,}",
-        _score(record).partition(" on ")[0],
+        _score(record),
         record.workload,
     )
 
@@ -123,7 +123,7 @@ def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
     return [
         ("run", f"{record.run_id}, {record.state}"),
         ("cause", record.cause),
-        ("score", _score(record)),
+        ("score", _score(record) if record.evaluation is None else record.evaluation.score),
         ("trained", f"{steps}{ranks}, {tried}" if record.attempts or not record.ended else ""),
         ("began", f"{began}, {_took(record)}"),
         ("workload", f"{record.workload}{code}"),
@@ -147,11 +147,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _score(record: "RunRecord") -> str:
-    if record.evaluation is not None:
-        return record.evaluation.score
-    if record.best_metric and record.best_value is not None:
-        return f"{record.best_metric} {record.best_value:.4g}"
-    return ""
+    from prefect_torch_ddp.records.score import score_of
+
+    score = score_of(record)
+    return "" if score is None else f"{score[0]} {score[1]:.4g}"
 
 
 def _next_commands(record: "RunRecord", where: str) -> "LabelledRows":

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from prefect_torch_ddp import Report
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.tasks.report.page.last_and_best import _values
+from prefect_torch_ddp.records.score import judged_values
 from prefect_torch_ddp.tracking.trackers.facts import evaluated
 from tests.support.pages import LAST, MODEL, RUN, TRAINING, evaluation, report
 
@@ -62,4 +62,4 @@ def test_a_metric_named_like_a_fixed_score_hides_it_nowhere() -> None:
     names = {"run_id": "r", "experiment": "e", "workload": "w", "storage": "s"}
     record = RunRecord(**names, began=datetime.now(UTC), evaluation=both)
     assert evaluated(record) == {f"evaluation/{name}": value for name, value in expected.items()}
-    assert _values(both) == expected
+    assert judged_values(both) == expected

@@ -14,6 +14,8 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.results import CheckpointRef, in_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.report.page.links import Links
+from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tracking.trackers.sync import sync_run
 from prefect_torch_ddp.tracking.trackers.tensorboard_tracker import TensorboardTracker
 from tests.support.pages import BEGAN, LAST, MODEL, RECORD, RUN, evaluation
@@ -127,6 +129,24 @@ def test_rows_stand_below_one_another() -> None:
         f"{RUN}  training",
     ]
     assert row(RECORD)[3:7] == ("", "2", "", "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluation": None, "metrics": {"loss": 2.5}},
+        {"evaluation": None, "metrics": {"loss": 2.5}, "state": "failed"},
+        {"evaluation": None, "best_metric": "val_loss", "best_value": 0.1234567},
+        {},
+    ],
+)
+def test_a_run_has_the_same_score_here_and_on_the_page_of_all_runs(
+    changes: dict[str, object],
+) -> None:
+    """The page showed a failed run's last loss, and a completed one's that had no score here."""
+    record = DONE.model_copy(update=changes)
+    (line,) = (each for each in render_runs([record], Links()).splitlines() if RUN in each)
+    assert row(record)[6] == line.split(" | ")[2].strip().replace("\\", "")
 
 
 def test_a_misspelt_experiment_is_refused(tmp_path: Path) -> None:

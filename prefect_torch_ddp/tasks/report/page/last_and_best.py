@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from prefect_torch_ddp.protocol.metric_names import Direction, direction, is_validation
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.results import Report
-from prefect_torch_ddp.tasks.report.curves import Curves
+from prefect_torch_ddp.records.score import best_metric, judged_values
 from prefect_torch_ddp.tasks.report.markdown import count, number, short, table
 from prefect_torch_ddp.tasks.report.page.headline import MAX_HEADLINE_METRICS, RunView
 
@@ -28,7 +27,7 @@ def comparison(view: RunView) -> str:
     """Lay out the scores of the run, the last and the best one; nothing if it is the only one."""
     names, judged, better = _judged(view)
     is_evaluated = view.report is not None
-    now = _values(view.report.evaluation) if view.report else view.curves.last
+    now = judged_values(view.report.evaluation) if view.report else view.curves.last
     names = [name for name in names if math.isfinite(now.get(name, math.nan))]
     others = _others(view, judged, better, is_evaluated=is_evaluated)
     rows = []
@@ -49,42 +48,18 @@ def comparison(view: RunView) -> str:
 
 def judged_by(view: RunView) -> tuple[str, Direction | None]:
     """Return `best_metric`, unless it is a training loss: the best batch says nothing."""
-    name, better = best_metric(view.curves, view.record)
+    name, better = best_metric(view.curves.last, view.record)
     is_telling = is_validation(name) or name == view.record.best_metric
     return (name, better) if is_telling else ("", None)
-
-
-def best_metric(curves: Curves, record: RunRecord) -> tuple[str, Direction | None]:
-    """Return the metric that a training is judged by, and which of its values are better.
-
-    It is the one that checkpoints are kept by. Without one it is the first metric on validation
-    data, a score before a loss before one whose name doesn't say; else the first training loss.
-    """
-    if record.best_metric:
-        return record.best_metric, record.best_mode
-    found = [name for name in curves.last if is_validation(name)]
-    found = sorted(found, key=lambda name: ("max", "min", None).index(direction(name)))
-    found += [name for name in curves.last if "loss" in name.lower()]
-    return (found[0], direction(found[0])) if found else ("", None)
-
-
-def score_of(record: RunRecord) -> tuple[str, float] | None:
-    """Return what a run is judged by, and its value: of its evaluation, else of its training."""
-    if record.evaluation is not None:
-        return next(iter(_values(record.evaluation).items()), None)
-    if record.best_metric is not None and record.best_value is not None:
-        return record.best_metric, record.best_value
-    name, _ = best_metric(Curves(last=record.metrics), record)
-    return (name, record.metrics[name]) if name in record.metrics else None
 
 
 def _judged(view: RunView) -> tuple[list[str], str, Direction | None]:
     """Return which metrics are compared, the one that decides, and which values are better."""
     if view.report is not None:
-        names = list(_values(view.report.evaluation))[:MAX_HEADLINE_METRICS]
+        names = list(judged_values(view.report.evaluation))[:MAX_HEADLINE_METRICS]
         first = names[0] if names else ""
         return names, first, direction(first)
-    name, better = best_metric(view.curves, view.record)
+    name, better = best_metric(view.curves.last, view.record)
     return [name], name, better
 
 
@@ -115,7 +90,7 @@ def _scores(record: RunRecord, *, is_evaluated: bool) -> Scores:
     """Return what is compared: of the evaluation, if this run was evaluated, or the training."""
     if not is_evaluated:
         return record.metrics
-    return {} if record.evaluation is None else _values(record.evaluation)
+    return {} if record.evaluation is None else judged_values(record.evaluation)
 
 
 def _began(record: RunRecord) -> str:
@@ -133,9 +108,3 @@ def _change(by: float, better: Direction | None) -> str:
     if better is None:
         return "higher" if by > 0 else "lower"
     return "better" if (by > 0) == (better == "max") else "worse"
-
-
-def _values(evaluation: Report) -> dict[str, float]:
-    # Neither good nor bad.
-    counts = "num_", "non_finite_"
-    return {n: value for n, value in evaluation.scores.items() if not n.startswith(counts)}

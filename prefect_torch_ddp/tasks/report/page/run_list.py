@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.records.score import score_of
 from prefect_torch_ddp.tasks.report.markdown import code, duration, number, short, table
-from prefect_torch_ddp.tasks.report.page.last_and_best import score_of
 from prefect_torch_ddp.tasks.report.page.links import Links
 
 MAX_RUNS = 20

@@ -128,11 +128,20 @@ def test_a_page_in_a_storage_leads_to_what_lies_near_it() -> None:
 
 
 def test_the_list_of_runs_has_the_last_20_with_their_scores() -> None:
-    """Whatever state they are in; the score is the evaluation's, else the training's."""
+    """Whatever state they are in; the score is the evaluation's, else the training's.
+
+    A failed run's last loss was its score; it had one if it was the best of its checkpoints.
+    """
     found = evaluation()
+    kept = {"best_metric": "val_loss", "best_value": 1.5}
+    failed = RECORD.model_copy(
+        update={"run_id": "failed", "state": "failed", "metrics": {"loss": 2.5}}
+    )
     records = [
         RECORD.model_copy(update={"run_id": "new", "state": "completed", "evaluation": found}),
-        RECORD.model_copy(update={"run_id": "failed", "state": "failed", "metrics": {"loss": 2.5}}),
+        failed,
+        failed.model_copy(update={"run_id": "kept", **kept}),
+        failed.model_copy(update={"run_id": "task", "state": "completed"}),
         RECORD.model_copy(update={"commit": "0123456789abcdef", "is_dirty": False}),
     ]
     page = render_runs(records, Links())
@@ -140,7 +149,9 @@ def test_the_list_of_runs_has_the_last_20_with_their_scores() -> None:
     rows = [row for row in page.splitlines() if row.startswith("| `")]
     assert rows == [
         "| `new` | completed | accuracy 0.875 | 2026-11-22 02:00 |  | `abc123-dirty` |",
-        "| `failed` | failed | loss 2.5 | 2026-11-22 02:00 |  | `abc123-dirty` |",
+        "| `failed` | failed |  | 2026-11-22 02:00 |  | `abc123-dirty` |",
+        "| `kept` | failed | val_loss 1.5 | 2026-11-22 02:00 |  | `abc123-dirty` |",
+        "| `task` | completed | loss 2.5 | 2026-11-22 02:00 |  | `abc123-dirty` |",
         f"| `{RUN}` | training |  | 2026-11-22 02:00 |  | `0123456789` |",
     ]
     assert render_runs(records[:1] * 50, Links()).count("\n| `new`") == 20
