@@ -12,7 +12,8 @@ import httpx
 from distributed import Client
 from prefect.settings import PREFECT_API_URL
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.doctor import on_worker
@@ -97,20 +98,14 @@ class Doctor:
         facts: Mapping[str, WorkerFacts],
         hosts: Mapping[str, str],
     ) -> None:
-        shown = "worker", "ranks at", "cores", "CUDA", "ranks", "files", "shared memory", "held by"
-        table = Table(*shown, title="Workers")
+        # Lines, not a table: in 80 columns that would have no room for whole addresses.
+        self.console.print("Workers:")
         for worker in workers:
             has, at = facts[worker.address], f"worker {worker.address}"
-            table.add_row(
-                worker.address.partition("://")[2],
-                hosts[worker.address],
-                str(has.num_cores),
-                worker.visible_devices or "-",
-                "forked" if has.can_fork else "started afresh",
-                str(has.max_open_files),
-                f"{has.shared_memory_bytes / 2**30:.1f} GiB free",
-                worker.occupant or "-",
-            )
+            address = f"  {worker.address.partition('://')[2]}"
+            self.console.print(address, soft_wrap=True, markup=False)
+            shown = Text(_described(worker, has, hosts))
+            self.console.print(Padding(shown, (0, 0, 0, 4), expand=False))
             if has.max_open_files < FEW_OPEN_FILES:
                 way_out = f"set ulimit -n {FEW_OPEN_FILES} before the worker starts"
                 self.problems.append(f"{at} may open only {has.max_open_files} files: {way_out}")
@@ -118,7 +113,6 @@ class Doctor:
                 free = f"{shared // MIB:,} MiB of shared memory free, too little for num_workers>0"
                 way_out = "use docker run --shm-size, or free /dev/shm"
                 self.problems.append(f"{at} has {free}: {way_out}")
-        self.console.print(table)
 
     def _network(self, client: Client, hosts: Mapping[str, str]) -> None:
         workers = list(hosts)
@@ -197,6 +191,19 @@ class Doctor:
                 self.console.print(text, style="yellow", soft_wrap=True)
         except httpx.HTTPError as error:
             self.untried.append(f"the Prefect server of PREFECT_API_URL: {error}")
+
+
+def _described(worker: WorkerIdentity, has: WorkerFacts, hosts: Mapping[str, str]) -> str:
+    """Return the facts of a worker that matter for its ranks."""
+    parts = [
+        f"ranks {'are forked' if has.can_fork else 'start afresh'} at {hosts[worker.address]}",
+        "1 core" if has.num_cores == 1 else f"{has.num_cores} cores",
+        f"CUDA_VISIBLE_DEVICES={worker.visible_devices}" if worker.visible_devices else "",
+        f"up to {has.max_open_files:,} open files",
+        f"{has.shared_memory_bytes / 2**30:.1f} GiB of shared memory free",
+        f"held by {worker.occupant}" if worker.occupant else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _meeting() -> Callable[[], tuple[str, list[str]]]:
