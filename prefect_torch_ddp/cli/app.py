@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from prefect_torch_ddp.cli.doctor import doctor
-from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, is_cancel
+from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, cancel_in_words
 from prefect_torch_ddp.cli.run_script import run_script
 from prefect_torch_ddp.cli.runs import metrics, runs, show
 from prefect_torch_ddp.cli.sync import sync
@@ -61,8 +61,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
         print(f"{NAME}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except BaseException as error:
-        if not is_cancel(error):
+        if not (how := cancel_in_words(error)):
             raise
-        print(f"{NAME}: {str(error) or 'cancelled'}", file=sys.stderr)
+        print(f"{NAME}: {how}", file=sys.stderr)
         sys.exit(EXIT_CANCELLED)
     sys.exit(0)
