@@ -487,7 +487,8 @@ class RankContext:
             **metrics: numbers or 0-d tensors, such as `loss.mean()`; not yet averaged over ranks.
 
         Raises:
-            InvalidParamsError: a metric isn't a single real number; the message names it.
+            InvalidParamsError: a metric isn't a single real number, or its name has control
+                characters; the message names it.
         """
         self._assembly.reporter.report(metrics)
         self._assembly.link.heartbeat.progress()

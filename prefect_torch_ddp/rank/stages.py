@@ -20,6 +20,7 @@ from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.lazy_dataset import is_collection, kind_of, lazy_dataset
 from prefect_torch_ddp.rank.link import current_link
+from prefect_torch_ddp.rank.named_metrics import refuse_control
 from prefect_torch_ddp.rank.user_code import resolve
 from prefect_torch_ddp.refusals import in_words
 from prefect_torch_ddp.results import DatasetReport, Report
@@ -195,6 +196,8 @@ def _refuse_data(value: object, kind: str, workload: str) -> None:
 
 def _report(value: Any, workload: str) -> Report:
     if isinstance(value, Report):
+        for name in value.metrics:
+            refuse_control(name)
         return value
     kind = type(value).__name__
     msg = f"evaluate of {workload} returned {kind}; return a prefect_torch_ddp.Report"

@@ -492,6 +492,19 @@ def test_what_is_no_real_number_is_refused_as_a_metric() -> None:
                 ctx.report(accuracy=value)
 
 
+@pytest.mark.parametrize(
+    "evil", ["\n", "\r", "\t", "\x1b[2K", "\x85", "\u2028", "\ud800"], ids=ascii
+)
+def test_a_metrics_name_with_control_characters_is_refused(evil: str) -> None:
+    """`show` printed a name with a newline as two lines, and a terminal obeys others."""
+    name = f"loss{evil}2"
+    says = re.escape(f"the metric's name {name!r} has control characters: {evil[0]!r}; leave them")
+    with RankContext.local() as ctx:
+        with pytest.raises(ValueError, match=says):
+            ctx.report(**{name: 0.5})
+        ctx.report(**{"validation loss": 0.5, "val/größe": 1, "損失\u3000": 1})
+
+
 def test_numbers_of_every_type_are_metrics(tmp_path: Path) -> None:
     """Those of Python, numpy and torch, whole or not, and truth values."""
     of_numpy = [kind(1) for kind in (*map(np.dtype, "?bBhHiIlLqQefdg"),) for kind in [kind.type]]

@@ -85,6 +85,15 @@ def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert outcome(tmp_path, "evaluate", report, monkeypatch) == report
 
 
+def test_a_report_whose_metric_has_a_newline_in_its_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`show` printed its score as two lines."""
+    report = Report(num_samples=2, metrics={"top\n5": 0.5})
+    with pytest.raises(ValueError, match=r"name 'top\\n5' has control characters: '\\n'"):
+        outcome(tmp_path, "evaluate", report, monkeypatch)
+
+
 def test_an_evaluation_of_another_model_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

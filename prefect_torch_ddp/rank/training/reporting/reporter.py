@@ -13,6 +13,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
+from prefect_torch_ddp.rank.named_metrics import refuse_control
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.measured import Measurements
 from prefect_torch_ddp.rank.training.reporting.newest import NewestMetrics
@@ -88,6 +89,7 @@ class Reporter:
             words = "ctx.report records the metrics of a training, and %s is none: return %s"
             logger.warning(words, self._stage, "Report(num_samples=n, metrics={...}) from evaluate")
         for name, value in metrics.items():
+            refuse_control(name)
             self._now[name] = _scalar(name, value)
         if self._replay.is_before_call:  # it is on record, from the weights of that time
             self._now.clear()
