@@ -16,7 +16,7 @@ from tests.integration.tasks.test_deployment import begin
 from tests.support.ports import free_port
 from tests.support.runs import flow_run_id_of, steered, train_states
 from tests.support.separate_cluster import end
-from tests.support.servers import start_prefect_server
+from tests.support.servers import drain_prefect, start_prefect_server
 from tests.support.waiting import wait_until
 from tests.support.workers import prefect, worker_running
 
@@ -60,6 +60,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         with temporary_settings({PREFECT_API_URL: server.url}):
             yield server
     finally:
+        drain_prefect()  # else the process's later tests would send their events to this server
         server.kill()
 
 

@@ -84,7 +84,7 @@ def prefect_server_in(home: Path, *, ui: bool = False) -> Iterator[str]:
         try:
             yield url
         finally:
-            _drain_prefect()
+            drain_prefect()
             process.terminate()
             try:
                 process.wait(STOP_S)
@@ -93,7 +93,7 @@ def prefect_server_in(home: Path, *, ui: bool = False) -> Iterator[str]:
                 process.wait()
 
 
-def _drain_prefect() -> None:
+def drain_prefect() -> None:
     """Have Prefect send what it still holds: at exit it would try a stopped server for a
     minute."""
     if module := sys.modules.get("prefect.logging.handlers"):
