@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import Params
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import is_script
 from prefect_torch_ddp.refusals import in_words
 
@@ -73,14 +74,14 @@ def check_call(fn: object, args: object, kwargs: object) -> None:
     ):
         msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
         raise InvalidParamsError(msg)
-    _check_arguments(fn, args, kwargs or {})
 
 
-def _check_arguments(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+def check_arguments(call: Call) -> None:
     """Refuse arguments that don't fit a plain function; ranks would start only to fail.
 
     What a decorator made is left alone: it may show the signature of what it calls with more.
     """
+    fn, args, kwargs = call.fn, call.args, call.kwargs
     if not inspect.isroutine(fn) or hasattr(fn, "__signature__"):
         return
     try:
@@ -90,7 +91,6 @@ def _check_arguments(fn: object, args: Sequence[object], kwargs: Mapping[str, ob
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         first = next(iter(signature.parameters), "")
         is_workload = first == "ctx" and not args and "ctx" not in kwargs
         hint = (
@@ -98,5 +98,5 @@ def _check_arguments(fn: object, args: Sequence[object], kwargs: Mapping[str, ob
             if is_workload
             else "give them as args=(...) and kwargs={...}"
         )
-        msg = f"{name}() can't be called on the ranks: {error}; {hint}"
+        msg = f"{call.name}() can't be called on the ranks: {error}; {hint}"
         raise InvalidParamsError(msg) from None

@@ -15,7 +15,7 @@ from prefect_torch_ddp.gang.caller.placement import GangSize
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.sent.code import pickle_call
 from prefect_torch_ddp.gang.caller.sent.preload import preload_of
-from prefect_torch_ddp.gang.checks import check_call, check_client, checked
+from prefect_torch_ddp.gang.checks import check_arguments, check_call, check_client, checked
 from prefect_torch_ddp.gang.own_task import leave_thread, refuse_held_resources
 from prefect_torch_ddp.gang.restarts import AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.lazy import exported_by
@@ -110,6 +110,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     def attempt_once(number: int) -> list[bytes]:
         made = call.with_arguments(args(number) if callable(args) else args, kwargs or {})
         preload, payload = preload_of(made.code, given.preload), pickle_call(made)
+        check_arguments(made)
         whole = replace(plan, payload=payload, preload=preload)
         return _attempt(client, whole, restarts, number)
 

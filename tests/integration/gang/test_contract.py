@@ -192,6 +192,8 @@ NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
             "collective_timeout_s is 5, but with process_group=.user. your code makes the group",
         ),
         ({"args": (threading.Lock(),)}, r"args\[0\] can't be sent to the ranks: TypeError"),
+        ({"args": (1,)}, r"sum_of_ones\(\) can't be called on the ranks: too many positional"),
+        ({"args": lambda attempt: (attempt,)}, r"sum_of_ones\(\) can't be called on the ranks"),
         *(({"resources": wrong}, r"resources(\.\S+)? is") for wrong in NO_RESOURCES),
         *(({"interface": wrong}, "interface is") for wrong in ("", 7, "10.1.0.0/33", "eth0/1")),
         ({"max_restarts": -1}, "max_restarts is -1"),

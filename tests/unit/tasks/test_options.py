@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
-from prefect_torch_ddp.gang.checks import check_call, checked
+from prefect_torch_ddp.gang.checks import check_arguments, check_call, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
+from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions
 from prefect_torch_ddp.tasks.gangs.stage import options_of_stage
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
@@ -170,11 +171,11 @@ def test_arguments_that_do_not_fit_are_refused_before_ranks_start() -> None:
         (train, (), {}, "'ctx'; run_gang passes no RankContext: make it a ddp_task"),
     ):
         with pytest.raises(InvalidParamsError, match=says):
-            check_call(function, args, kwargs)
-    check_call(fit, (0.1,), {"epochs": 2})
-    check_call(decorated, (), None)
-    check_call(functools.partial(fit, 0.1), (), None)
-    check_call(max, (1, 2), None)
+            check_arguments(Call(function, args, kwargs))
+    check_arguments(Call(fit, (0.1,), {"epochs": 2}))
+    check_arguments(Call(decorated))
+    check_arguments(Call(functools.partial(fit, 0.1)))
+    check_arguments(Call(max, (1, 2)))
 
 
 @pytest.mark.parametrize(
