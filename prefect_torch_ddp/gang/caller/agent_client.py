@@ -105,9 +105,6 @@ class AgentClient:
         Watches the worker meanwhile: Dask waits forever for an agent that was lost with its
         worker.
         """
-        # First the end alone: a fetch that is given up as it begins leaves the client unable to
-        # fetch anything, with an UnboundLocalError (dask/distributed#8514).
-        await self.ended()
         values: tuple[bytes, ...] = await self._while_alive(self.future.result())
         return values
 
