@@ -97,6 +97,8 @@ class AgentClient:
 
     async def ended(self) -> None:
         """Wait until its Dask task has ended in whatever way, or its worker is lost."""
+        # Not result(): a fetch that is given up as it begins leaves the client unable to fetch
+        # anything, with an UnboundLocalError (dask/distributed#8514).
         await self._while_alive(self.future.exception())
 
     async def values(self) -> tuple[bytes, ...]:

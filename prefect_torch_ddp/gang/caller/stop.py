@@ -99,7 +99,7 @@ def follow(
 
 def named(error: BaseException) -> str:
     """Return what ended a caller: a signal by the name that users know, an error by its class."""
-    name = type(error).__name__
+    name = type(error).__name__  # by name, since TerminationSignal is Prefect's
     signals = {"KeyboardInterrupt": "Ctrl-C (SIGINT)", "TerminationSignal": "SIGTERM"}
     return signals.get(name, name)
 
