@@ -99,6 +99,30 @@ def useful(run: Recorded) -> int:
     return len({mark.step for mark in run.in_time})
 
 
+def rate(run: Recorded) -> float:
+    """Useful steps by second since the first one, which is 0 if there was none."""
+    if not run.in_time:
+        return 0.0
+    return useful(run) / (run.began + run.limit_s - run.in_time[0].at)
+
+
+def goodput(killed: Recorded, undisturbed: Recorded) -> float | None:
+    """Useful steps by wall time, divided by those of the undisturbed run."""
+    return rate(killed) / rate(undisturbed) if rate(undisturbed) else None
+
+
+def goodput_at_own_speed(killed: Recorded, undisturbed: Recorded) -> float | None:
+    """The same, where a second is as many median steps as the run does in it.
+
+    Machines change their speed within minutes, so that the steps of two runs of one program may
+    differ by more than a kill costs.
+    """
+    found, with_kills, without = goodput(killed, undisturbed), step_ms(killed), step_ms(undisturbed)
+    if found is None or with_kills is None or without is None:
+        return None
+    return found * with_kills / without
+
+
 def redone(run: Recorded) -> int:
     """Steps that were done again."""
     return len(run.in_time) - useful(run)
@@ -153,7 +177,6 @@ class Runs:
 def column(runs: Runs, save_every: int | None) -> dict[str, str]:
     """Return a peer's figures by name: the median of its jobs, least and most in brackets."""
     jobs, undisturbed, killed = runs.jobs, runs.undisturbed, runs.killed
-    kept = useful(killed) / useful(undisturbed) if useful(undisturbed) else 0.0
     long = [*jobs, undisturbed]
     stalls = [stall_ms(run, save_every) if save_every else None for run in long]
     waits, num_kills = restarts_s(killed), len(killed.kills)
@@ -167,7 +190,10 @@ def column(runs: Runs, save_every: int | None) -> dict[str, str]:
         "memory of the rest, MB": _spread((r.memory_mb["others"] for r in long), "{:.0f}"),
         "steps, undisturbed": str(useful(undisturbed)),
         "useful steps with kills": str(useful(killed)),
-        "**goodput**": f"**{kept:.3f}**",
+        "goodput": _spread([goodput(killed, undisturbed)], "{:.3f}"),
+        "goodput at each run's own speed": _spread(
+            [goodput_at_own_speed(killed, undisturbed)], "{:.3f}"
+        ),
         "steps done again, a kill": f"{redone(killed) / num_kills:.0f}" if num_kills else "-",
         "kill to next step, s": _spread(waits, "{:.1f}"),
         "lost by a kill, s": _spread([lost_s(killed)], "{:.1f}"),

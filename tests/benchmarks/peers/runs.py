@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.peers.environments import python_of
+from tests.benchmarks.peers.environments import HOME, python_of
 from tests.support.waiting import HANG_S
 from tests.yardsticks import ROOT
 
@@ -77,7 +77,8 @@ class Run:
             "PTD_PEER_FOLDER": str(folder),
             "PTD_PEER_EPOCHS": str(plan.epochs),
             "TMPDIR": str(folder / "tmp"),
-            "PREFECT_HOME": str(folder / "prefect"),
+            # As a user's second run has it: the first one makes the database of Prefect's server.
+            "PREFECT_HOME": str(HOME / "prefect"),
         }
         _adopt_orphans()
         self._began = self._ended = time.time()

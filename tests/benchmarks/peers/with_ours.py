@@ -12,7 +12,7 @@ from prefect import flow
 from prefect_dask import DaskTaskRunner
 from torch.nn.functional import cross_entropy
 
-from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task
+from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task, local_cluster
 from tests.benchmarks.peers.training import (
     EPOCHS,
     FOLDER,
@@ -50,10 +50,11 @@ def fit(ctx: RankContext, lr: float) -> None:
         observed.step(ctx.step)
 
 
-CLUSTER = {"n_workers": NUM_RANKS, "threads_per_worker": 1}
+CLUSTER = {"n_workers": NUM_RANKS}
+RUNNER = DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs=CLUSTER)
 
 
-@flow(task_runner=DaskTaskRunner(cluster_kwargs=CLUSTER))  # type: ignore[arg-type]
+@flow(task_runner=RUNNER)  # type: ignore[arg-type]
 def train() -> None:
     """Run the task."""
     fit.submit(lr=LR).result()

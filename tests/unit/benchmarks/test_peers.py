@@ -62,6 +62,17 @@ def test_steps_done_again_are_not_useful(tmp_path: Path) -> None:
     assert figures.lost_s(killed) == pytest.approx(6 + 10 * 0.1)
 
 
+def test_goodput_does_not_change_with_the_speed_of_the_machine(tmp_path: Path) -> None:
+    """A run with kills whose steps happened to be twice as fast isn't better for that."""
+    fast = record(tmp_path / "fast", [(1, 0.0, range(1, 401)), (2, 50.0, range(401, 801))])
+    slow = [f"{BEGAN + 0.2 * (step - 1)} {step} 0.0 1\n" for step in range(1, 501)]
+    record(tmp_path / "slow", [])
+    (tmp_path / "slow" / "marks").write_text("".join(slow))
+    found = figures.column(figures.Runs([], figures.read(tmp_path / "slow"), fast), 10)
+    assert found["goodput"] == "1.600"
+    assert found["goodput at each run's own speed"] == "0.800"
+
+
 def test_steps_after_the_time_do_not_count(tmp_path: Path) -> None:
     """A run is stopped a moment later than its time is over."""
     late = record(tmp_path / "late", [(1, 99.95, range(1, 9))])
@@ -69,7 +80,7 @@ def test_steps_after_the_time_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_never_starts_is_in_the_table(tmp_path: Path) -> None:
-    """Its figures are dashes, its goodput is 0, and its log says why."""
+    """Its figures are dashes, its goodput too, and its log says why."""
     log = "loading\nModuleNotFoundError: gone\n"
     runs = {}
     for name in ("job", "long", "killed"):
@@ -78,7 +89,7 @@ def test_a_peer_that_never_starts_is_in_the_table(tmp_path: Path) -> None:
         runs[name] = figures.read(tmp_path / name)
     found = figures.column(figures.Runs([runs["job"]], runs["long"], runs["killed"]), 10)
     assert found["start, s"] == found["whole job, s"] == "-"
-    assert found["**goodput**"] == "**0.000**"
+    assert found["goodput"] == found["goodput at each run's own speed"] == "-"
     assert "| start, s | - | - |" in figures.table({"a": found, "b": found})
 
 
@@ -95,7 +106,7 @@ def test_a_table_has_medians_and_spread(tmp_path: Path) -> None:
     found = figures.column(figures.Runs(jobs, long, killed), 10)
     assert found["start, s"] == "2.0 (1.0 to 4.0)"
     assert found["whole job, s"] == "22.0 (21.0 to 24.0)"
-    assert found["**goodput**"] == f"**{640 / 900:.3f}**"
+    assert found["goodput"] == found["goodput at each run's own speed"] == f"{640 / 900:.3f}"
     assert found["steps done again, a kill"] == "10"
     assert found["restarts of kills"] == "1 of 1"
     assert figures.said(killed) == ["rank 1 was killed by SIGKILL"]
