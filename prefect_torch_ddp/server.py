@@ -8,11 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,21 +26,31 @@ LEASES_IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
 READY_S = 90
 EMBEDDED_START_S = 300
 """Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
+PROBE_BYTES = 2**16
+"""A quota that is used up may still allow an empty file."""
 
 
 class ServerError(PrefectTorchDdpError):
     """There is no Prefect server to use; says why, and what to do."""
 
 
+def use_server() -> None:
+    """Have this process, and those that it starts, use the server of `find_or_start_server`."""
+    from prefect.context import refresh_global_settings_context  # noqa: PLC0415
+
+    os.environ["PREFECT_API_URL"] = find_or_start_server()
+    refresh_global_settings_context()
+
+
 def find_or_start_server() -> str:
     """Return the API of the configured Prefect server, or of a local one, started if need be.
-
-    Prefect isn't imported: a process that imports it later can set PREFECT_API_URL first.
 
     Raises:
         ServerError: the configured server doesn't answer, or none can be started.
     """
-    configured, home = _prefect_settings()
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME  # noqa: PLC0415 - it takes a second
+
+    configured: str | None = PREFECT_API_URL.value()
     if configured:
         # Only Prefect has the certificates and keys that https may need.
         if urlsplit(configured).scheme == "http" and not is_prefect(configured):
@@ -50,7 +61,7 @@ def find_or_start_server() -> str:
             raise ServerError(msg)
         return configured
     if not is_prefect(LOCAL_API):
-        _start_server(Path(home))
+        _start_server(PREFECT_HOME.value())
     return LOCAL_API
 
 
@@ -60,7 +71,7 @@ def flow_server() -> Iterator[None]:
 
     Without a configured server each Dask worker would start one, all of them on one database.
     """
-    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see find_or_start_server
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - it takes a second
     from prefect.settings import (  # noqa: PLC0415
         PREFECT_API_URL,
         PREFECT_UI_URL,
@@ -93,7 +104,7 @@ def forgets_leases() -> bool:
     Raises:
         httpx.HTTPError: the server doesn't answer.
     """
-    from prefect.client.orchestration import get_client  # noqa: PLC0415 - see find_or_start_server
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - it takes a second
     from prefect.exceptions import PrefectHTTPStatusError  # noqa: PLC0415
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings  # noqa: PLC0415
 
@@ -124,25 +135,57 @@ def adjust_embedded_server() -> None:
 
     Its telemetry logs an error wherever there is no internet, and a hundred lines of `database is
     locked` if it comes while a slow first start still makes the database. What the user has set
-    stays.
+    stays, and so does Prefect's own time if the server has nowhere to keep its database.
 
     Prefect reads these settings when it starts that server, so this may come after Prefect was
     imported; processes that get their settings from this one have them too.
     """
-    from prefect.context import get_settings_context  # noqa: PLC0415 - find_or_start_server
+    from prefect.context import get_settings_context  # noqa: PLC0415 - it takes a second
 
     server = get_settings_context().settings.server
     if "startup_timeout_seconds" not in server.ephemeral.model_fields_set:
-        server.ephemeral.startup_timeout_seconds = EMBEDDED_START_S
+        with suppress(ServerError):
+            check_embedded_server()  # else it fails again and again for so long
+            server.ephemeral.startup_timeout_seconds = EMBEDDED_START_S
     if "analytics_enabled" not in server.model_fields_set:
         server.analytics_enabled = False
+
+
+def check_embedded_server() -> None:
+    """Refuse a PREFECT_HOME where the server that Prefect would embed can't keep its database.
+
+    Prefect would start that server again and again, each time with 200 lines in the log.
+
+    Raises:
+        ServerError: nothing can be written there; names the folder and says what to do.
+    """
+    from prefect.settings import get_current_settings  # noqa: PLC0415 - it takes a second
+
+    settings = get_current_settings()
+    has_other_database = "connection_url" in settings.server.database.model_fields_set
+    if settings.server.ephemeral.enabled and not settings.api.url and not has_other_database:
+        _check_home(settings.home)
+
+
+def _check_home(home: Path) -> None:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        msg = (
+            f"Prefect's server can't keep its data in {home}: {error.strerror or error}. Set "
+            "PREFECT_HOME to a folder that this user can write to and that has space, or "
+            "PREFECT_API_URL to a server that runs"
+        )
+        raise ServerError(msg) from None
 
 
 def _start_server(home: Path) -> None:
     """Start a Prefect server that outlives this process, until `prefect server stop`.
 
     Not by `prefect server start --background`: that server's output goes to a pipe that nobody
-    reads, and it dies at its first log line (prefect 3.8.8).
+    reads, and it dies at its first log line (prefect 3.9.1).
     """
     address = urlsplit(LOCAL_API)
     with socket.socket() as probe:
@@ -152,7 +195,7 @@ def _start_server(home: Path) -> None:
                 "stop it, or set PREFECT_API_URL"
             )
             raise ServerError(msg)
-    home.mkdir(parents=True, exist_ok=True)
+    _check_home(home)
     log = home / "server.log"
     where = f"--host {address.hostname} --port {address.port}"
     command = [sys.executable, "-m", *f"prefect server start {where}".split()]
@@ -175,20 +218,12 @@ def _start_server(home: Path) -> None:
     while not is_prefect(LOCAL_API):
         if server.poll() is not None or time.monotonic() > deadline:
             server.kill()
-            msg = f"the Prefect server did not start within {READY_S} s; its log is {log}"
+            what = f"did not start within {READY_S} s"
+            if server.returncode is not None:
+                what = f"ended with exit code {server.returncode} as it started"
+            msg = f"the Prefect server {what}; its log is {log}"
             raise ServerError(msg)
         time.sleep(0.2)
-
-
-def _prefect_settings() -> tuple[str | None, str]:
-    """Return the configured API's URL and Prefect's home, without importing prefect here."""
-    code = (
-        "import json, prefect.settings as s;"
-        "print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
-    )
-    told = subprocess.check_output([sys.executable, "-c", code], text=True)  # noqa: S603
-    url, home = json.loads(told)
-    return url, home
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`run-script`: runs a script for torchrun as a task of a Prefect flow."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,9 +58,9 @@ def run_script(
     if not module and not Path(script).is_file():
         msg = f"there is no script {script} in {Path.cwd()}; add -m to run a module"
         raise InvalidParamsError(msg)
-    from prefect_torch_ddp.server import find_or_start_server
+    from prefect_torch_ddp.server import use_server
 
-    os.environ["PREFECT_API_URL"] = find_or_start_server()
+    use_server()
     from prefect_dask import DaskTaskRunner
 
     from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster

@@ -1,6 +1,5 @@
 """`train` and `resume`: run `train_flow`, with a Prefect server that is started if needed."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +106,7 @@ def resume(
     This starts a new run with the same parameters, except for those given here.
     """
     from prefect_torch_ddp.records.run_record import read_record, recorded_dataset
+    from prefect_torch_ddp.server import use_server
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
@@ -117,7 +117,7 @@ def resume(
     if record.state == "completed" and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"
         raise InvalidParamsError(msg)
-    _use_server()
+    use_server()
     from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.resume import still_trains
 
@@ -174,15 +174,10 @@ def _check_workload(params: "TrainParams") -> None:
     check_options(workload, [*params.options, *params.data_options])
 
 
-def _use_server() -> None:
-    """Find or start the Prefect server, before Prefect is imported and reads its settings."""
-    from prefect_torch_ddp.server import find_or_start_server
-
-    os.environ["PREFECT_API_URL"] = find_or_start_server()
-
-
 def _trained(params: "TrainParams") -> "TrainReport":
-    _use_server()
+    from prefect_torch_ddp.server import use_server
+
+    use_server()
     from prefect_torch_ddp.flow import train_flow
 
     return train_flow(params)

@@ -1,14 +1,29 @@
 """How long Prefect's embedded server may take to start, and that it sends no telemetry."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 from prefect.context import SettingsContext, get_settings_context
-from prefect.settings import PREFECT_SERVER_ANALYTICS_ENABLED as TELEMETRY
 from prefect.settings import (
-    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT,
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_API_URL,
+    PREFECT_HOME,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    Settings,
+    get_current_settings,
+    temporary_settings,
 )
-from prefect.settings import Settings, get_current_settings, temporary_settings
+from prefect.settings import PREFECT_SERVER_ANALYTICS_ENABLED as TELEMETRY
+from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT
 
-from prefect_torch_ddp.server import EMBEDDED_START_S, adjust_embedded_server
+from prefect_torch_ddp.server import (
+    EMBEDDED_START_S,
+    ServerError,
+    adjust_embedded_server,
+    check_embedded_server,
+)
 
 NAME = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
 
@@ -36,3 +51,57 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, seconds: i
         assert (LIMIT.value(), TELEMETRY.value()) == (seconds, True)
     monkeypatch.setenv(NAME, str(seconds))
     assert "startup_timeout_seconds" in Settings().server.ephemeral.model_fields_set
+
+
+@pytest.fixture
+def no_folder(tmp_path: Path) -> Path:
+    """Name a folder that nobody can make, not even root."""
+    (tmp_path / "file").touch()
+    return tmp_path / "file" / "prefect"
+
+
+@pytest.mark.usefixtures("_embedded")
+def test_a_home_that_cannot_be_written_is_refused(
+    no_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal names the folder; a server that must fail isn't given more time to do so."""
+    monkeypatch.delenv(NAME)
+    monkeypatch.setenv("PREFECT_HOME", str(no_folder))
+    with SettingsContext(profile=get_settings_context().profile, settings=Settings()):
+        says = re.escape(f"{no_folder}: Not a directory. Set PREFECT_HOME to a folder that")
+        with pytest.raises(ServerError, match=says):
+            check_embedded_server()
+        adjust_embedded_server()
+        assert LIMIT.value() == 20
+
+
+@pytest.mark.usefixtures("_embedded")
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {PREFECT_API_URL: "http://127.0.0.1:9/api"},
+        {PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://127.0.0.1:9/prefect"},
+        {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False},
+    ],
+    ids=["a server", "a database", "no embedded server"],
+)
+def test_a_home_that_no_server_needs_is_not_looked_at(
+    no_folder: Path, elsewhere: dict[Any, str | bool]
+) -> None:
+    """A Prefect server that is configured, or a database, is somewhere else."""
+    with temporary_settings({PREFECT_HOME: no_folder, **elsewhere}):
+        check_embedded_server()
+
+
+@pytest.mark.usefixtures("_embedded")
+def test_a_home_is_made_and_left_empty(tmp_path: Path) -> None:
+    """What tries to write there leaves no file."""
+    with temporary_settings({PREFECT_HOME: tmp_path / "a" / "b"}):
+        check_embedded_server()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.fixture
+def _embedded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Prefect embed a server, as without any configuration."""
+    monkeypatch.setenv(PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.name, "true")

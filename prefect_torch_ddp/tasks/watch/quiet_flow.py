@@ -8,6 +8,7 @@ from prefect.exceptions import CancelledRun
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
+from prefect_torch_ddp.server import check_embedded_server
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, cancel_in_words, flow_cancelled
 
 P = ParamSpec("P")
@@ -17,6 +18,7 @@ R = TypeVar("R")
 class _QuietFlow(Flow[P, R]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            check_embedded_server()
             return super().__call__(*args, **kwargs)
         except (PrefectTorchDdpError, CancelledRun) as error:
             # A script that doesn't catch it prints the script's frames and this one. Prefect's

@@ -187,6 +187,27 @@ def test_a_script_runs_with_torchruns_flags(folder: Path) -> None:
     assert runs["world_size"].tolist() == [2]
 
 
+def test_a_script_without_a_home_for_prefect_is_told_so(folder: Path) -> None:
+    """Prefect would start its server again and again, and log 200 lines each time."""
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    home = folder / "script.py" / "prefect"  # where not even root can make a folder
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env={**os.environ, "PREFECT_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"ServerError: Prefect's server can't keep its data in {home}: " in done.stderr
+    assert "Set PREFECT_HOME to a folder" in done.stderr
+    assert "site-packages/prefect/server" not in done.stderr
+    assert done.stderr.count("\n") <= MAX_LINES
+    assert not (folder / "store").exists()
+
+
 @pytest.mark.long
 def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
     """It outlives the process that started it, until the command that was named; leases are in
@@ -199,6 +220,16 @@ def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None
     )
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
     pid_file = tmp_path / "server.pid"
+    taken = {**environment, "PREFECT_HOME": f"{__file__}/prefect"}
+    refused = subprocess.run(
+        [sys.executable, "-c", code],
+        env=taken,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert "ServerError: Prefect's server can't keep its data in" in refused.stderr
     try:
         for starts in (True, False):
             done = subprocess.run(
