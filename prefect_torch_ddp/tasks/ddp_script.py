@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from prefect import Task
+from prefect import Task, unmapped
+from prefect.utilities.annotations import BaseAnnotation
+from prefect.utilities.collections import isiterable
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
@@ -28,8 +30,8 @@ def ddp_script(
 
     The script needs no changes: it initialises the process group from the environment and writes
     its own checkpoints. A call of the task may add arguments, `train("--seed", 1)`, so the task can
-    be mapped. In the script, `current_context()` returns the RankContext; under torchrun it returns
-    None.
+    be mapped: `train.map(unmapped("--seed"), [1, 2])`, with Prefect's `unmapped`. In the script,
+    `current_context()` returns the RankContext; under torchrun it returns None.
 
     Args:
         script: path of the script, readable on every worker, or `"-m package.module"`. A relative
@@ -88,9 +90,38 @@ def ddp_script(
 class ScriptTask(GangTask[..., None]):
     """A script as a task; it looks for the file before work starts."""
 
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit it for each element of the lists among the arguments, which the script gets.
+
+        Raises:
+            InvalidParamsError: there is no list, or they are of different lengths.
+        """
+        return super().map(*_calls(args), **kwargs)
+
     def _from_here(self) -> "ScriptTask":
         source = self.code.source
         if source is not None and not source.is_file():
             msg = f"there is no script {source}: give its path, from {Path.cwd()} or absolute"
             raise InvalidParamsError(msg)
         return super()._from_here()
+
+
+def _calls(args: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the arguments of each call of a `map`.
+
+    Prefect would map over the tuple that `*more` is: one call with all elements.
+    """
+    columns: list[Any] = [
+        list(arg) if isiterable(arg) and not isinstance(arg, BaseAnnotation) else None
+        for arg in args
+    ]
+    lengths = {len(column) for column in columns if column is not None}
+    if len(lengths) != 1:
+        what = f"lists of {sorted(lengths)} elements" if lengths else "no list"
+        msg = f"map was given {what}: pass lists of one length, as in map(['--seed=1', '--seed=2'])"
+        raise InvalidParamsError(msg)
+    (num_calls,) = lengths
+    for at, arg in enumerate(args):
+        if columns[at] is None:
+            columns[at] = [arg.value if isinstance(arg, unmapped) else arg] * num_calls
+    return list(zip(*columns, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import Client, LocalCluster
-from prefect import flow
+from prefect import flow, unmapped
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, ddp_script, list_runs, read_metrics, run_gang
@@ -92,6 +92,38 @@ def test_a_script_needs_no_word_on_its_process_group(
     """`run_gang` lets scripts, and modules that run as one, start their own process group."""
     run_gang(dask_client, MODULE, args=[tmp_path, "--lr", 0.3], world_size=2)
     assert_same(final(tmp_path), of_torchrun)
+
+
+@pytest.mark.extended
+def test_a_mapped_script_runs_once_for_each_element(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """Prefect itself would run it once, with all elements as its arguments."""
+    script = tmp_path / "note.py"
+    script.write_text(
+        "import sys, pathlib\n"
+        "pathlib.Path(sys.argv[1], '-'.join(sys.argv[2:])).touch(exist_ok=False)\n"
+    )
+    (folder := tmp_path / "noted").mkdir()
+    note = ddp_script(script, [folder], world_size=1, storage=str(tmp_path / "storage"))
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def nightly() -> None:
+        note.map(["one", "two"]).result()
+        note.map(unmapped("seed"), range(2), "last").result()
+
+    nightly()
+    names = ["one", "seed-0-last", "seed-1-last", "two"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_script_is_mapped_over_lists_of_one_length() -> None:
+    """The error says what was given, and how it is done."""
+    note = ddp_script(SCRIPT)
+    with pytest.raises(InvalidParamsError, match=r"lists of \[1, 2\] elements: pass lists of one"):
+        note.map([1], [1, 2])
+    with pytest.raises(InvalidParamsError, match=r"given no list: .* map\(\['--seed=1'"):
+        note.map("--seed=1", "--seed=2")
 
 
 def test_what_is_no_script_is_refused_before_work_starts(
