@@ -121,7 +121,7 @@ class Loop:
         refuse_options(
             {
                 "a DataLoader that it didn't prepare": not isinstance(loader, DataLoaderShard),
-                "an IterableDataset": isinstance(loader.dataset, IterableDataset),
+                "an IterableDataset": isinstance(getattr(loader, "dataset", None), IterableDataset),
                 "use_stateful_dataloader": getattr(loader, "use_stateful_dataloader", False),
                 "no optimizer that it prepared before attach": not self._optimizers,
             }
@@ -288,4 +288,13 @@ class _Tracker(GeneralTracker):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], step: Any = None, **_: Any) -> None:  # noqa: ARG002
         if not self._loop.is_behind:  # it is on record, from the weights of that time
-            self._ctx.report(**values)
+            self._ctx.report(**dict(_numbers(values)))
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics among what is logged: Accelerate's trackers take dicts and texts too."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers({f"{name}/{inner}": each for inner, each in value.items()})
+        elif not isinstance(value, str):
+            yield name, value

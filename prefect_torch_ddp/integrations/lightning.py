@@ -53,16 +53,21 @@ def attach(trainer: Trainer) -> str | None:
     if ctx.world_size > 1 and not dist.is_initialized():  # in a script: Lightning does so in `fit`
         dist.init_process_group("nccl" if ctx.device.type == "cuda" else "gloo")
     trainer.callbacks.append(_Callback(ctx))
-    trainer.loggers = [*trainer.loggers, _Logger(ctx)]
+    trainer.loggers = [*trainer.loggers, _Logger(ctx, trainer.default_root_dir)]
     return None if ctx.committed is None else str(ctx.committed / "trainer.ckpt")
 
 
 class _Logger(DummyLogger):  # type: ignore[misc]
     """Makes what is logged the run's metrics; means over all ranks."""
 
-    def __init__(self, ctx: RankContext) -> None:
+    def __init__(self, ctx: RankContext, folder: str) -> None:
         super().__init__()
-        self._ctx = ctx
+        self._ctx, self._folder = ctx, folder
+
+    @property
+    def save_dir(self) -> str:
+        """What `trainer.log_dir` is if this is the only logger: the same as with none."""
+        return self._folder
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:  # noqa: ARG002 - theirs
         self._ctx.report(**{name: metrics[name] for name in metrics if name != "epoch"})

@@ -378,7 +378,8 @@ def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> s
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        accelerator.log({"loss": loss.item()}, step=loop.step)
+        loss_by = {"mse": loss.item(), "of": {"batch": loss.item()}}
+        accelerator.log({"loss": loss.item(), "by": loss_by, "phase": "warm"}, step=loop.step)
     return f"{loop.step} {digest_of(accelerator.unwrap_model(model))}"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from distributed import Client, LocalCluster
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tqdm import tqdm
 
 from prefect_torch_ddp import (
     InvalidParamsError,
@@ -75,6 +76,9 @@ def test_killed_and_stopped_it_ends_with_the_undisturbed_bits(
     assert metrics.equals(expected)
     assert sorted(set(metrics["step"])) == [*range(1, last + 1)]
     assert len(metrics) == 15, "Accelerate logs each batch on rank 0 alone"
+    logged = read_metrics(DirectoryStorage(tmp_path / "killed"), "run")
+    assert logged["by/mse"].equals(logged["by/of/batch"])
+    assert "phase" not in logged, "a text is for Accelerate's other trackers"
 
 
 class Endless(IterableDataset[int]):
@@ -101,6 +105,8 @@ def test_what_cant_be_kept_right_is_refused() -> None:
         loop = attach(accelerator)
         with pytest.raises(InvalidParamsError, match="a DataLoader that it didn't prepare"):
             next(loop.batches(loader, epochs=1))
+        with pytest.raises(InvalidParamsError, match="a DataLoader that it didn't prepare"):
+            next(loop.batches(tqdm(accelerator.prepare(loader)), epochs=1))
         endless = accelerator.prepare(DataLoader(Endless()))
         with pytest.raises(InvalidParamsError, match="an IterableDataset"):
             next(loop.batches(endless, epochs=1))

@@ -224,6 +224,23 @@ def test_what_a_lightning_trainer_cant_keep_right_is_refused(
         attach(trainer)
 
 
+@pytest.mark.filterwarnings("ignore")  # what Lightning says of the machine
+def test_a_trainer_without_a_logger_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainer.log_dir`, where programs write pictures, was None with our logger alone."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning does, for good
+    import pytorch_lightning as pl
+
+    from prefect_torch_ddp.integrations.lightning import attach
+
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    before = trainer.log_dir
+    with RankContext.local():
+        attach(trainer)
+    assert trainer.log_dir == before == str(tmp_path)
+
+
 def _sampler(of: str) -> Sampler[int]:
     """Return a sampler with generators of a library or in a list, from their seed."""
     own = torch.Generator().manual_seed(4)
