@@ -107,7 +107,7 @@ def train(
         experiment,
         storage,
         workload=code.workload,
-        arguments=plain_values(arguments),
+        arguments=plain_values(_as_named(arguments, signature)),
         weights_from=weights_from(resume_from),
     )
     if given.found:
@@ -137,6 +137,15 @@ def train(
     if params.ledger:
         checked_ledger(storage, run_id)
     return values[0]
+
+
+def _as_named(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return arguments by the names that a call gave: those of `**kwargs` aren't one argument."""
+    named = dict(arguments)
+    for each in signature.parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            named |= named.pop(each.name, {})
+    return named
 
 
 def check_run_key(params: TaskParams, signature: inspect.Signature) -> None:

@@ -94,6 +94,28 @@ def test_a_sweep_has_a_page_and_repeats_no_trial(
     assert page.count("![") == 2, "curves of validation_loss and of loss"
 
 
+def by_config(ctx: RankContext, **config: float) -> float:
+    """Report a loss that the arguments decide."""
+    loss = config.get("lr", 9.0) * config.get("epochs", 1)
+    ctx.report(loss=loss)
+    return loss
+
+
+def test_the_best_of_any_keyword_arguments_can_be_passed_on(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The record has what `**config` was given by name, not one argument called config."""
+    task: Any = ddp_task(world_size=1, storage=str(tmp_path))(by_config)
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def sweep() -> tuple[dict[str, Any], float]:
+        wait(task.map(lr=[0.5, 0.25]))
+        _, best = sweep_report(task, "loss", mode="min")
+        return best, task(**best | {"epochs": 4})
+
+    assert sweep() == ({"lr": 0.25}, 1.0)
+
+
 def test_a_run_key_names_only_arguments() -> None:
     """A key that names anything else, or can't be fed to trackers, is refused by name."""
     with pytest.raises(InvalidParamsError, match=r"names \['rate'\]; the task's arguments: lr, ep"):
