@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -117,7 +118,7 @@ def facts(record: "RunRecord", report_uri: str, storage: str) -> "LabelledRows":
     code = f", commit {record.commit[:10]}" if record.commit else ""
     code += " with changes" if record.commit and record.is_dirty else ""
     options = ", ".join(f"{name}={value}" for name, value in record.options.items())
-    where = "" if storage == STORAGE else f" --storage {storage}"
+    where = "" if storage == STORAGE else f" --storage {quote(storage)}"
     began = f"{record.began.astimezone():%Y-%m-%d %H:%M}"
     model = record.model_uris.get("model") or next(iter(record.model_uris.values()), "")
     return [

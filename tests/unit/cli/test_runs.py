@@ -101,6 +101,7 @@ def test_a_run_that_still_trains_is_watched_and_not_resumed(changes: dict[str, o
     assert "continue" not in shown
     assert shown["watch"] == f"prefect-torch-ddp metrics {where}"
     assert shown["if killed"] == f"prefect-torch-ddp resume {where}"
+    assert dict(facts(running, "", "/my runs"))["watch"].endswith(" --storage '/my runs'")
     task = dict(facts(running.model_copy(update={"dataset": None}), "", "s3://bucket"))
     assert (task["watch"], task["if killed"]) == (shown["watch"], "")
 
