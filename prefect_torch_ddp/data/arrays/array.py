@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
@@ -105,6 +107,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             for batch in ctx.steps(ctx.loader(weather, global_batch_size=64), epochs=5):
                 history, future = batch["t2m"][:, :5], batch["t2m"][:, 5]
     """
+    if isinstance(nan, np.generic):  # such as a variable's own mean
+        nan = nan.item()  # type: ignore[unreachable]  # no float32 is a float
     _check(nan, missing)
     # They load what they need of zarr and xarray.
     from prefect_torch_ddp.data.arrays import axes, dataset, pieces  # noqa: PLC0415

@@ -242,14 +242,18 @@ def used_positions(found: Found, select: Mapping[str, Any]) -> dict[str, range]:
 def _positions(wanted: slice, values: Array | None) -> slice:
     if values is None:
         return wanted
-    import pandas as pd  # noqa: PLC0415 - which xarray needs, and only it has coordinates
+    import xarray as xr  # noqa: PLC0415 - only it has coordinates
 
-    index = pd.Index(values)
+    # As `sel` does it: pandas finds no text among the dates of calendars without leap days.
+    index = xr.Variable("dim", values).to_index()
     if not (index.is_monotonic_increasing or index.is_monotonic_decreasing):
         # What lies between two positions may then be anything: another year, a test sample.
         msg = "its coordinates aren't sorted: sort it in prepare, by sortby"
         raise ValueError(msg)
-    positions: slice = index.slice_indexer(wanted.start, wanted.stop)
+    positions = index.slice_indexer(wanted.start, wanted.stop)
+    if not isinstance(positions, slice):  # of dates that descend, by texts
+        msg = "its dates descend: sort it in prepare, by sortby, or give numpy.datetime64 values"
+        raise ValueError(msg)  # noqa: TRY004 - a wrong value
     return positions
 
 

@@ -69,9 +69,9 @@ def chosen_names(
     Raises:
         InvalidParamsError: the arguments contradict each other, or `first` has no columns.
     """
-    targets = (target,) if isinstance(target, str) else tuple(target or ())
+    targets = _names([target] if isinstance(target, str) else target)
     for what, given in (("columns", columns), ("features", features)):
-        if isinstance(given, str) or (given is not None and not given):
+        if isinstance(given, str) or (given is not None and not len(given)):
             msg = f"{what} is {given!r}; give a list of names"
             raise InvalidParamsError(msg)
     if columns is not None and (features is not None or targets):
@@ -85,11 +85,15 @@ def chosen_names(
         if not columns:
             msg = f"{first.uri} has no column to read: leave the file out, or write it anew"
             raise InvalidParamsError(msg)
-    chosen = Chosen(tuple(columns or ()), tuple(features or ()), targets)
+    chosen = Chosen(_names(columns), _names(features), targets)
     if len(set(chosen.names)) < len(chosen.names):
         msg = f"a column is named twice: {', '.join(chosen.names)}"
         raise InvalidParamsError(msg)
     return chosen
+
+
+def _names(given: Sequence[str] | None) -> tuple[str, ...]:
+    return () if given is None else tuple(map(str, given))  # also those of an array
 
 
 def resolved_columns(

@@ -170,6 +170,8 @@ def checked_fill(
     name: str, kind: Kind, dtype: str, values: Sequence[str], fill: Value | None
 ) -> Value | None:
     """Return the value that replaces a column's nulls; refuse one that the column can't hold."""
+    if isinstance(fill, np.generic):  # such as a column's own least value
+        fill = fill.item()  # type: ignore[unreachable]  # no int64 is an int
     fits = {
         "bool": isinstance(fill, bool),
         "int": isinstance(fill, int) and not isinstance(fill, bool),

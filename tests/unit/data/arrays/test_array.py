@@ -171,6 +171,30 @@ def test_select_takes_coordinates_or_positions() -> None:
     assert [batch.tolist() for batch in loader_of(rows, 9, shuffle=False)] == [[2, 3, 4]]
 
 
+@pytest.mark.parametrize("calendar", ["noleap", "360_day"])
+def test_years_are_selected_in_calendars_without_leap_days(calendar, tmp_path) -> None:
+    """As xarray does it, whose dates pandas can't compare with texts; climate models have them."""
+    pytest.importorskip("cftime")
+    time = xr.date_range("1999-01-01", periods=48, freq="MS", calendar=calendar, use_cftime=True)
+    data = xr.Dataset({"t": ("time", np.arange(48.0))}, {"time": time})
+    data.to_zarr(tmp_path / "a.zarr", zarr_format=2, consolidated=True)
+    select = {"time": slice("2000", "2001-06")}
+    found = array(tmp_path / "a.zarr", "t", select=select, missing="fill", numbered=True)
+    (batch,) = loader_of(found, 99, shuffle=False)
+    assert batch["t"].tolist() == data["t"].sel(select).values.tolist() == [*range(12, 30)]
+    assert str(found.where(0)["time"]).startswith("2000-01-01")
+
+
+def test_dates_that_descend_are_selected_by_dates_only() -> None:
+    """Pandas gives positions in place of a slice, if the bounds are texts."""
+    days = np.arange("2020-01-09", "2020-01-01", -1, dtype="datetime64[D]").astype("datetime64[ns]")
+    data = xr.Dataset({"t": ("time", np.arange(8.0))}, {"time": days})
+    with pytest.raises(InvalidParamsError, match="its dates descend: sort it in prepare"):
+        array(data, "t", select={"time": slice("2020-01-05", None)})
+    (batch,) = loader_of(array(data, "t", select={"time": slice(days[1], days[2])}), 9)
+    assert sorted(batch["t"].tolist()) == [1, 2]
+
+
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_missing_chunk_is_refused_or_filled(zarr_format, tmp_path) -> None:
     """Before work starts, by its name; unless it is in a part that isn't used."""
@@ -222,7 +246,7 @@ def test_values_are_decoded_as_their_attributes_say(tmp_path) -> None:
     values = np.array([[1.5, np.nan], [2.5, 3.0]], "float32")
     encoding = {"a": {"dtype": "int16", "scale_factor": 0.5, "_FillValue": -1}}
     xr.Dataset({"a": (("time", "x"), values)}).to_zarr(tmp_path / "a.zarr", encoding=encoding)
-    (batch,) = loader_of(array(tmp_path / "a.zarr", nan=-9.0), 2, shuffle=False)
+    (batch,) = loader_of(array(tmp_path / "a.zarr", nan=np.float32(-9)), 2, shuffle=False)
     assert batch["a"].tolist() == [[1.5, -9.0], [2.5, 3.0]]
     with pytest.raises(InvalidParamsError, match=r"_FillValue, scale_factor.*group"):
         array(tmp_path / "a.zarr" / "a")

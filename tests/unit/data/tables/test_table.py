@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -145,6 +146,10 @@ def test_features_and_target_are_two_tensors(tmp_path) -> None:
     assert torch.equal(y, torch.tensor([1, 0, 1]))
     _, y = only_batch(table(folder, features=["a"], target=["b"]))
     assert torch.equal(y, torch.tensor([0.5, 1.5, 2.5]))
+    names = np.array(["b", "cut", "a"])  # an array, as the columns of a frame are
+    again = only_batch(table(folder, features=names[:2], target=names[2:]))
+    assert torch.equal(again[0], x)
+    assert again[1].tolist() == [1, 2, 3]
     x, y = only_batch(table(folder, features=["b"], target=["a", "cut"]))
     assert torch.equal(y, torch.tensor([[1, 1], [2, 0], [3, 1]]))
     with pytest.raises(InvalidParamsError, match="targets a, b mix floats with other types"):
@@ -218,7 +223,10 @@ def test_a_null_is_refused_by_column_or_filled(statistics, tmp_path) -> None:
         with pytest.raises(InvalidParamsError, match=rf"column {name} of .*a\.parquet.* null"):
             only_batch(table(folder, [name, "id"]))
     filled = table(folder, fill={"age": -1, "sum": 0, "new": False, "none": 9})
+    as_numpy = {"age": np.int32(-1), "sum": np.float32(0), "new": np.False_, "none": np.int64(9)}
     batch = only_batch(filled)
+    again = only_batch(table(folder, fill=as_numpy))
+    assert all(batch[each].nan_to_num().equal(again[each].nan_to_num()) for each in batch)
     assert batch["age"].tolist()[:3] == [1, -1, 3]
     assert batch["sum"].tolist()[:2] == [1.5, 0.0]
     assert batch["sum"][2].isnan()  # no null, and left as it is
