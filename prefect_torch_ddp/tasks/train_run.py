@@ -108,9 +108,10 @@ class Run:
         point = parse_resume_from(checkpoint, own, resolve_storage)
         point.manifest()
         params, dataset, experiment = recorded_params(own, point.run_id)
+        changes: dict[str, Any] = {"max_world_size": None}  # only a training grows
         if cluster is not None:
-            theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
-            params = params.model_copy(update={"cluster": cluster, **theirs})
+            changes |= {"cluster": cluster, "ranks_per_worker": None}
+        params = params.model_copy(update=changes)
         params = with_ranks_placed(params)
         source, in_place = recorded_source(params, own, point.run_id, dataset)
         run = cls(

@@ -72,12 +72,13 @@ def connect(params: TrainParams, storage: Storage) -> bool:
     """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
 
     Returns whether it has workers, all on this machine. Raises InvalidParamsError if the address
-    can't be reached, the cluster class can't be imported or started, or the workers there are don't
+    can't be reached, the cluster class can't be imported or started, a client that is open in this
+    process would be used in place of the cluster that is described, or the workers there are don't
     share the storage.
     """
     runner, cluster = _runner(), params.cluster
     already = _open_client()
-    if already is not None and (cluster.is_running or cluster.cluster_class):
+    if already is not None and cluster != ClusterParams():
         address = already.scheduler.address if already.scheduler else already.status
         do = "close it, or leave params.cluster empty"
         msg = f"a Dask client of {address} is open in this process and would be used: {do}"
@@ -228,7 +229,7 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         follow(
             task,
             runner.client,
-            owns_workers=runner.address is None,
+            owns_workers=runner.address is None and _open_client() is None,
             workers_timeout_s=_empty_limit_s(params),
         )
         return task.result()

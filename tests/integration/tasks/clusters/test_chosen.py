@@ -18,6 +18,7 @@ import pytest
 from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Lock, Worker
 from distributed.scheduler import KilledWorker
+from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect_dask import DaskTaskRunner
 
@@ -34,8 +35,10 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.errors import SupervisorLostError
 from prefect_torch_ddp.gang.worker.nanny import LOG_LEVEL
+from prefect_torch_ddp.tasks.clusters import current
 from prefect_torch_ddp.tasks.clusters.local_cluster import HEARTBEAT_S, local_cluster
 from prefect_torch_ddp.tasks.watch.task_watch import TaskWatch
+from prefect_torch_ddp.tasks.watch.watched_task import follow
 from tests.integration.tasks.test_run_record import events_of, only_record
 from tests.support.gangs import all_gone, extra_worker, pids_in
 from tests.support.runs import flow_run_id_of, steered, task_runs_of, wait_until_said
@@ -80,13 +83,57 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
         own: Any = DaskTaskRunner(address=cluster.address)
         by_its_runner = train_flow.with_options(task_runner=own)
         first = train_flow(params)
-        second = by_its_runner(params.model_copy(update={"cluster": ClusterParams()}))
+        could_grow = params.model_copy(update={"cluster": ClusterParams(), "max_world_size": 3})
+        second = by_its_runner(could_grow)
         check(first)
         check(second, prepared="Cached")
         assert first.evaluation == second.evaluation
+        again = evaluate_flow(f"{tmp_path / 'store'}/runs/{second.run_id}")  # on one of its own
+        assert again.metrics == second.evaluation.metrics
         with Client(cluster.address) as client:
             assert sorted(client.scheduler_info(n_workers=-1)["workers"]) == before
             assert not any(client.processing().values())
+
+
+@pytest.mark.parametrize(
+    "described", [{"cluster_kwargs": {"n_workers": 4}}, {"adapt_kwargs": {"maximum": 4}}], ids=str
+)
+def test_a_cluster_that_an_open_client_would_replace_is_refused(
+    described: dict[str, Any], tmp_path: Path
+) -> None:
+    """prefect-dask takes the open client's cluster, and would make that one adaptive."""
+    params = TrainParams(
+        workload="tests.workloads.tiny", storage=str(tmp_path), cluster=ClusterParams(**described)
+    )
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster),
+        pytest.raises(InvalidParamsError, match=f"client of {cluster.scheduler_address} is open"),
+    ):
+        train_flow(params)
+
+
+def test_the_workers_of_an_open_client_are_not_the_runs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other work may run there, so a silent one isn't the run's to restart."""
+    asked: list[bool] = []
+
+    def noted(*args: Any, owns_workers: bool, **options: Any) -> None:
+        asked.append(owns_workers)
+        follow(*args, owns_workers=owns_workers, **options)
+
+    monkeypatch.setattr(current, "follow", noted)
+    in_threads = {"n_workers": 1, "processes": False, "dashboard_address": None}
+
+    @flow(task_runner=DaskTaskRunner(cluster_kwargs=in_threads))  # type: ignore[arg-type]
+    def once() -> int:
+        return current.result_of(task(lambda: 7).submit(), TrainParams())
+
+    assert once() == 7
+    with LocalCluster(**in_threads) as cluster, Client(cluster):
+        assert once() == 7
+    assert asked == [True, False]
 
 
 def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
