@@ -268,19 +268,28 @@ def examine(
                 client = stack.enter_context(Client(at, timeout=limit_s))
                 if not cluster:
                     stack.callback(client.run, on_worker.hush, on_error="ignore")
-            except (OSError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - without certificates it is a TypeError
                 what = (
                     f"no scheduler answers at {cluster}" if cluster else "no local cluster starts"
                 )
-                doctor.problems.append(f"{what}: {error}")
+                doctor.problems.append(f"{what}: {type(error).__name__}: {error}")
             else:
                 workers = doctor.cluster(client)
         if storage:
-            try:
-                doctor.storage(resolve_storage(storage), client, workers)
-            except PrefectTorchDdpError as error:
-                doctor.problems.append(str(error))
+            _look_at_storage(doctor, storage, client, workers)
     return _verdict(doctor)
+
+
+def _look_at_storage(
+    doctor: Doctor, storage: str, client: Client | None, workers: Sequence[str]
+) -> None:
+    try:
+        doctor.storage(resolve_storage(storage), client, workers)
+    except PrefectTorchDdpError as error:
+        doctor.problems.append(str(error))
+    except Exception as error:  # noqa: BLE001 - what Prefect raises if its server is down
+        what = f"storage {storage} can't be opened"
+        doctor.problems.append(f"{what}: {type(error).__name__}: {error}")
 
 
 def _verdict(doctor: Doctor) -> int:

@@ -25,7 +25,7 @@ from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 
 
-def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
+def doctor(*options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a terminal as wide as most."""
     command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))
     assert command is not None, "install the package again: pip install --editable ."
@@ -35,7 +35,7 @@ def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         timeout=HANG_S,
         check=False,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "100", **environment},
     )
 
 
@@ -141,6 +141,17 @@ def test_no_scheduler_no_storage() -> None:
     assert "2 problems" in done.stdout
     assert "tcp://127.0.0.1:9" in done.stdout
     assert "s3://bucket/prefix" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_scheduler_of_tls_without_certificates_and_a_block_without_a_server() -> None:
+    """Dask raises a TypeError for the one, Prefect its own errors for the other."""
+    given = ("--cluster", "tls://127.0.0.1:9", "--storage", "s3-bucket/models", "--limit-s", "2")
+    done = doctor(*given, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "no scheduler answers at tls://127.0.0.1:9: TypeError: TLS expects" in said
+    assert "storage s3-bucket/models can't be opened: " in said
     assert "Traceback" not in done.stderr
 
 
