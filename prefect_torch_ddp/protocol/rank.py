@@ -72,12 +72,14 @@ def package_folders() -> tuple[Path, ...]:
 def is_installed(path: str | Path) -> bool:
     """Whether a module's file is Python's own or an installed package's, not the user's own."""
     parents = {(whole := Path(path).resolve()), *whole.parents}
-    return not parents.isdisjoint((*_prefixes(), *package_folders()))
+    return not parents.isdisjoint((*_own_folders(), *package_folders()))
 
 
 @functools.cache
-def _prefixes() -> tuple[Path, Path]:
-    return Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
+def _own_folders() -> tuple[Path, ...]:
+    # Not the whole prefix: of Debian's Python that is /usr, and people work in /usr/src/app.
+    roots = {sys.prefix, sys.base_prefix}
+    return tuple(Path(root, name).resolve() for root in roots for name in ("bin", "lib", "lib64"))
 
 
 SAFE_LIBRARIES = ("PIL", "torchvision")

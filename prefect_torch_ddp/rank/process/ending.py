@@ -119,8 +119,8 @@ def _is_the_users(module: Any) -> bool:
 
 
 def _installed() -> tuple[str, ...]:
-    folders = (sys.prefix, sys.base_prefix, *map(str, package_folders()))
-    return tuple(folder + os.sep for folder in folders)
+    libraries = (f"{root}{os.sep}lib" for root in (sys.prefix, sys.base_prefix))
+    return tuple(folder + os.sep for folder in (*libraries, *map(str, package_folders())))
 
 
 def _clear(module: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """The user's own code: its folders, in order, and the libraries that are loaded for it."""
 
 import gc
+import json
 import site
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from prefect_torch_ddp import ddp_script
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.code import own_code_paths
 from prefect_torch_ddp.gang.caller.sent.preload import preload_of
-from prefect_torch_ddp.protocol.rank import Preload
+from prefect_torch_ddp.protocol.rank import Preload, is_installed
 from prefect_torch_ddp.tasks.train_run import RUN_TASK
 
 
@@ -37,6 +38,22 @@ def test_the_callers_order_holds_at_the_ranks(
     at_rank = ["/worker", str(below), "/site-packages"]
     wanted = [str(script), str(below), "/worker", "/site-packages"]
     assert paths.around(at_rank) == wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (f"{sys.prefix}/bin/prefect", True),
+        (json.__file__, True),
+        (pytest.__file__, True),
+        (f"{sys.prefix}/src/app/main.py", False),
+        (f"{sys.base_prefix}/src/app/main.py", False),
+    ],
+    ids=["a command", "Python's own", "a package", "below an environment", "/usr/src/app"],
+)
+def test_only_some_folders_of_a_prefix_are_not_the_users(path: str, expected: bool) -> None:
+    """The prefix of Debian's Python is /usr, and containers often have their code below it."""
+    assert is_installed(path) == expected
 
 
 @pytest.fixture
