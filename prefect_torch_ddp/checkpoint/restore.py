@@ -22,7 +22,12 @@ from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.shard import GENERATORS
 from prefect_torch_ddp.checkpoint.state.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
-from prefect_torch_ddp.checkpoint.state.serial import load_state, restore_generators
+from prefect_torch_ddp.checkpoint.state.serial import (
+    group_options,
+    load_state,
+    put_options,
+    restore_generators,
+)
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -51,6 +56,8 @@ class Restorer:
     """Whether it gives modules their state, and there is nothing to resume."""
     restored: set[str] = field(default_factory=set)
     """The names of the objects that got their state from it."""
+    options: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
+    """The optimizers among them, by name, each with the options that its groups got."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -165,9 +172,19 @@ class Restorer:
         try:
             load_state(item, state)
             self.restored.add(name)
+            self._keep_options(name, item)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
+
+    def _keep_options(self, name: str, item: Any) -> None:
+        """Undo what a scheduler did to its restored optimizer when it was made after that."""
+        if options := group_options(item):
+            self.options[name] = item, options
+        its_optimizer = getattr(item, "__dict__", {}).get("optimizer")
+        for optimizer, given in self.options.values():
+            if optimizer is its_optimizer:
+                put_options(optimizer, given)
 
     def fetch_files(self, root: Path) -> None:
         """Put the files of the checkpoint into a folder, if there is one; see `fetch_files`."""

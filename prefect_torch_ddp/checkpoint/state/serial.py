@@ -175,18 +175,21 @@ def load_state(item: Any, state: Any) -> None:
     """
     for prefix, inner in _wrappers(item):
         state = _renamed(state, prefix, f"{prefix}{inner}")
-    before = _group_keys(item)
+    before = group_options(item)
     _refuse_other_groups(group_sizes(item), state)
     item.load_state_dict(state)
+    own = getattr(item, "defaults", None)
     # What torch fills in for an older version's state is there again by now.
-    for i, (had, has) in enumerate(zip(before, _group_keys(item), strict=False)):
-        if lacking := sorted(had - has):
+    for i, (had, has) in enumerate(zip(before, _groups(item), strict=False)):
+        lacking = had.keys() - has.keys()
+        if others := sorted(lacking if own is None else lacking & own.keys()):
             msg = (
-                f"it is another kind of optimizer's: group {i} has no {', '.join(lacking)}; make "
+                f"it is another kind of optimizer's: group {i} has no {', '.join(others)}; make "
                 "the same kind as in the run that saved it, or track it under another name, which "
                 "starts it from the beginning"
             )
             raise ValueError(msg)
+        has.update({name: had[name] for name in lacking})  # of a new scheduler, or the user's own
 
 
 def _refuse_other_groups(own: list[int], state: Any) -> None:
@@ -218,10 +221,28 @@ def _group_sizes(groups: Any) -> list[int]:
     return [len(group["params"]) for group in groups] if is_plain else []
 
 
-def _group_keys(item: Any) -> list[set[str]]:
+def group_options(item: Any) -> list[dict[str, Any]]:
+    """Return copies of the options of an optimizer's groups; empty for anything else."""
+    return [
+        {name: deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in _groups(item)
+    ]
+
+
+def put_options(item: Any, options: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups options of `group_options` again."""
+    for group, had in zip(_groups(item), options, strict=False):
+        for name, value in had.items():
+            if isinstance(group.get(name), torch.Tensor):  # a compiled step holds this one
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+def _groups(item: Any) -> list[dict[str, Any]]:
     groups = getattr(item, "param_groups", None)
     is_plain = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    return [set(group) for group in groups] if groups and is_plain else []
+    return groups if groups and is_plain else []
 
 
 def _wrappers(item: Any) -> list[tuple[str, str]]:

@@ -204,6 +204,12 @@ def test_an_optimizer_of_another_kind_or_with_other_groups_is_named() -> None:
     wide = torch.optim.SGD(parameters(2), 0.1)
     with pytest.raises(ValueError, match=r"group 0 has 2 parameters .* here 1: .* lr=0"):
         load_state(sgd, state_of(wide))
+    tagged = torch.optim.SGD([{"params": [weight], "name": "head"}], 0.1)
+    torch.optim.lr_scheduler.OneCycleLR(tagged, 1.0, total_steps=9)
+    sgd.param_groups[0]["momentum"] = 0.5
+    load_state(tagged, state_of(sgd))  # a run that had neither the name nor a scheduler
+    (group,) = tagged.param_groups
+    assert (group["name"], group["max_lr"], group["lr"], group["momentum"]) == ("head", 1, 0.1, 0.5)
     older = state_of(torch.optim.SGD([weight], 0.2))
     del older["param_groups"][0]["maximize"]
     load_state(sgd, older)

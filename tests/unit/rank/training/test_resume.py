@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
@@ -52,6 +53,63 @@ def in_loops(
                 raise InterruptedError
         weights = [parameter.detach().flatten() for parameter in model.parameters()]
         return torch.cat(weights), optimizer.param_groups[0]["lr"], count.value
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda made: lr_scheduler.LambdaLR(made, lambda step: min(1.0, step / 4)),
+    "LinearLR": lambda made: lr_scheduler.LinearLR(made, 0.1, total_iters=6),
+    "OneCycleLR": lambda made: lr_scheduler.OneCycleLR(made, 0.5, total_steps=20),
+    "SequentialLR": lambda made: lr_scheduler.SequentialLR(
+        made,
+        [
+            lr_scheduler.LinearLR(made, 0.1, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(made, 10),
+        ],
+        [2],
+    ),
+    "StepLR": lambda made: lr_scheduler.StepLR(made, 2, gamma=0.5),
+}
+
+
+def rates(
+    folder: Path, make: Any, dies_at: int | None = None, *, as_tensor: bool = False
+) -> list[tuple[float, float]]:
+    """Train with a scheduler that is made after its optimizer was restored; return the learning
+    rate and the momentum of each step of this attempt."""
+    seen = []
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
+        model = nn.Linear(1, 1)
+        lr: Any = torch.tensor(0.5) if as_tensor else 0.5
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        ctx.track(model=model, optimizer=optimizer)
+        scheduler = make(optimizer)
+        ctx.track(scheduler=scheduler)
+        optimizer.step()  # or torch warns of schedulers that step first in a resumed training
+        loader = ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=1)
+        for (x,) in ctx.steps(loader, epochs=1):
+            if ctx.step == dies_at:
+                raise InterruptedError
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            group = optimizer.param_groups[0]
+            seen.append((float(group["lr"]), group["momentum"]))
+            optimizer.step()
+            scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_made_after_a_restore_keeps_the_learning_rate(
+    name: str, as_tensor: bool, tmp_path: Path
+) -> None:
+    """A scheduler sets the rate of its first step as it is made, over the restored one, and some
+    compute each later rate from it."""
+    make = SCHEDULERS[name]
+    whole = rates(tmp_path / "whole", make, as_tensor=as_tensor)
+    with pytest.raises(InterruptedError):
+        rates(tmp_path, make, dies_at=5, as_tensor=as_tensor)
+    assert rates(tmp_path, make, as_tensor=as_tensor) == whole[4:]
 
 
 Ended = tuple[torch.Tensor, float, int]
