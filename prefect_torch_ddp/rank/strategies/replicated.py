@@ -47,7 +47,7 @@ def dealt_out(objects: Mapping[str, Any], info: RankInfo) -> dict[Shard, Any]:
     for i, (name, item) in enumerate(objects.items()):
         is_same = isinstance(item, optim.Optimizer) or (
             isinstance(item, nn.Module)
-            and not has_buffers(item)
+            and _has_only_parameters(item)
             and trained.issuperset(map(id, item.parameters()))
         )
         if isinstance(item, OwnState):
@@ -55,3 +55,17 @@ def dealt_out(objects: Mapping[str, Any], info: RankInfo) -> dict[Shard, Any]:
         elif (i % info.world_size if is_same else 0) == info.rank:
             shares[Shard(name)] = item
     return shares
+
+
+def _has_only_parameters(module: nn.Module) -> bool:
+    """Tell whether a module has parameters, and nothing else in its state."""
+    own = ("get_extra_state", "_save_to_state_dict", "state_dict")
+    return (
+        next(module.parameters(), None) is not None
+        and not has_buffers(module)
+        and all(
+            getattr(type(part), name) is getattr(nn.Module, name)
+            for part in module.modules()
+            for name in own
+        )
+    )

@@ -68,6 +68,35 @@ def test_what_is_the_same_everywhere_is_dealt_out(
     assert [saved_by(rank, world_size) for rank in range(world_size)] == expected
 
 
+class Counter(nn.Module):
+    """A module with a state that is neither a parameter nor a buffer."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.inner = MODEL if is_trained else nn.Identity()
+        self.count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Identity(), Counter(is_trained=False), nn.Sequential(Counter(is_trained=True))],
+    ids=["without parameters", "only another state", "parameters and another state"],
+)
+def test_a_module_with_any_state_but_parameters_is_rank_0s(module: nn.Module) -> None:
+    """Only rank 0 may have changed it, so it was lost if another rank saved it."""
+    objects = {"first": OPTIMIZER, "module": module}
+    assert [[*dealt_out(objects, RankInfo(rank, 2))] for rank in range(2)] == [
+        [Shard("first"), Shard("module")],
+        [],
+    ]
+
+
 @pytest.mark.parametrize("determinism", ["default", "elastic"])
 def test_the_shares_of_all_ranks_are_each_object_once(determinism: Any, tmp_path: Any) -> None:
     """With each strategy, as the commit asks for it; and each share has what has its state."""
