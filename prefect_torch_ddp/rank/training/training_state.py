@@ -55,7 +55,9 @@ class TrainingState:
         self._restores: set[str] = set()
         """The names of what the checkpoint has, or has to have."""
         self._followed: list[Passes] = []
-        self._has_warned = self._expects_save = False
+        """Those whose place is saved; of others nothing is to be held."""
+        self._warned: set[str] = set()
+        self._expects_save = False
 
     @property
     def resumed(self) -> Restorer | None:
@@ -83,13 +85,15 @@ class TrainingState:
         for passes in self._followed:
             if passes.iterable is iterable:
                 return passes
-        # By its number among all, which are the same on resume; no name of the user's has a dash.
-        name = f"steps-{len(self._followed)}"
         passes = Passes(iterable, begins_anew=begins_anew)
-        self._followed.append(passes)
-        if self._restorer is not None:  # else nothing is tracked, and there are no checkpoints
+        if self._restorer is not None and passes.kind not in self._warned:
+            self._warned.add(passes.kind)
             passes.warn_of_no_state()
-            if passes.is_kept:
+        if passes.is_kept:
+            # By its number, which is the same on resume; no name of the user's has a dash.
+            name = f"steps-{len(self._followed)}"
+            self._followed.append(passes)
+            if self._restorer is not None:  # else nothing is tracked, and nothing is saved
                 self._take_position(self._restorer, name, passes)
         return passes
 
@@ -148,8 +152,8 @@ class TrainingState:
         """
         has_interval = self._config.checkpoint.has_interval
         is_idle = self._saver.is_open and not self._numbers.has_begun and not asks_due
-        if is_idle and has_interval and not self._has_warned:
-            self._has_warned = True
+        if is_idle and has_interval and "ctx.checkpoint" not in self._warned:
+            self._warned.add("ctx.checkpoint")
             logger.warning(
                 "ctx.checkpoint() without force=True writes nothing in a loop without ctx.steps. "
                 "Checkpoints by checkpoint.every_s, every_steps and every_epochs are written if "

@@ -48,7 +48,7 @@ class Values(SimpleNamespace):
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the values of a checkpoint.
+        """Take over the values of a checkpoint, each tensor on the device of the one before it.
 
         Raises:
             ValueError: it has values of other names.
@@ -59,7 +59,12 @@ class Values(SimpleNamespace):
                 "new values in another state, ctx.state('more', lr=0.1)"
             )
             raise ValueError(msg)
-        vars(self).update(state)
+        vars(self).update({name: _placed(value, vars(self)[name]) for name, value in state.items()})
 
     def _names(self) -> str:
         return ", ".join(vars(self))
+
+
+def _placed(value: Any, before: Any) -> Any:
+    is_tensor = hasattr(value, "to") and hasattr(before, "device")
+    return value.to(before.device) if is_tensor else value

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from prefect_torch_ddp import CheckpointError, CheckpointParams, InvalidParamsError, RankContext
+from prefect_torch_ddp.rank.training.values import Values
 from tests.support.tracked import steps_over
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
@@ -79,6 +80,13 @@ def test_a_second_state_has_a_name_of_its_own(tmp_path: Path) -> None:
             ours.it, theirs.it = 1, 11
     with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match="'state' is tracked"):
         ctx.state(it=0), ctx.state(it=0)
+
+
+def test_a_tensor_returns_on_its_device() -> None:
+    """A checkpoint has it on the CPU, where a program that adds GPU tensors to it would fail."""
+    values = Values({"total": torch.zeros((), device="meta"), "kind": None, "it": 0})
+    values.load_state_dict({"total": torch.ones(()), "kind": torch.ones(()), "it": 3})
+    assert (values.total.device.type, values.kind.device.type, values.it) == ("meta", "cpu", 3)
 
 
 def test_a_value_of_another_name_is_refused(tmp_path: Path) -> None:

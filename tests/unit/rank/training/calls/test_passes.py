@@ -1,6 +1,8 @@
 """Loaders that aren't ours in `ctx.steps`: their passes, their own state, and those without."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,24 @@ def test_who_tracks_nothing_is_not_warned(caplog: pytest.LogCaptureFixture) -> N
     with RankContext.local() as ctx:
         assert list(ctx.steps([1, 2], total=5)) == [1, 2, 1, 2, 1]
     assert "state_dict" not in caplog.text
+
+
+class Rollout(list[int]):
+    """A list that can be watched."""
+
+
+def test_what_has_no_place_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Programs that collect their data anew have a list for each call, which is large."""
+    with RankContext.local(storage=tmp_path) as ctx, caplog.at_level(logging.WARNING):
+        ctx.track(model=nn.Linear(1, 1))
+        for _ in range(3):
+            rollout = Rollout([1, 2])
+            assert list(ctx.steps(rollout, total=2)) == [1, 2]
+            watched = weakref.ref(rollout)
+            del rollout
+            gc.collect()
+            assert watched() is None
+    assert caplog.text.count("iterates over a Rollout without state_dict") == 1
 
 
 def endless() -> Iterator[float]:
