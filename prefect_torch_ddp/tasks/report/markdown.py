@@ -87,7 +87,7 @@ def count(value: int) -> str:
 def size(num_bytes: float) -> str:
     """Show a number of bytes: `512 bytes`, `3.4 MB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:  # noqa: PLR2004
+        if num_bytes < 999.5:  # noqa: PLR2004 - from there on three digits show 1e+03
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.3g} TB"
