@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from prefect_torch_ddp.checkpoint.attempts import had_ended, record_resume, refuse_superseded
 from prefect_torch_ddp.checkpoint.files import fetch_files, refuse_folder
@@ -25,7 +26,7 @@ from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.serial import (
     group_options,
     load_state,
-    put_options,
+    put_rates,
     restore_generators,
 )
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
@@ -172,19 +173,25 @@ class Restorer:
         try:
             load_state(item, state)
             self.restored.add(name)
-            self._keep_options(name, item)
+            self._keep_rates(name, item)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
 
-    def _keep_options(self, name: str, item: Any) -> None:
-        """Undo what a scheduler did to its restored optimizer when it was made after that."""
+    def _keep_rates(self, name: str, item: Any) -> None:
+        """Undo what a scheduler did to its restored optimizer if it was made after that."""
         if options := group_options(item):
             self.options[name] = item, options
-        its_optimizer = getattr(item, "__dict__", {}).get("optimizer")
-        for optimizer, given in self.options.values():
-            if optimizer is its_optimizer:
-                put_options(optimizer, given)
+        if not isinstance(item, LRScheduler):
+            return
+        for whose, (optimizer, given) in self.options.items():
+            if optimizer is item.optimizer and (changed := put_rates(optimizer, given)):
+                logger.info(
+                    "%r has the checkpoint's %s again: the scheduler %r was made after ctx.track "
+                    "had restored it, and had set %s. Set values of your own after the last "
+                    "ctx.track",
+                    *(whose, ", ".join(changed), name, "it" if len(changed) == 1 else "them"),
+                )
 
     def fetch_files(self, root: Path) -> None:
         """Put the files of the checkpoint into a folder, if there is one; see `fetch_files`."""

@@ -20,6 +20,8 @@ _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 _View = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...], bool, bool]
 
 PYTHONS = {type(None), bool, int, float, complex, str}
+RATES = {"lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""Options of an optimizer's groups that torch's schedulers set."""
 NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
 """NumPy's numbers and texts with an equal of Python's: neither its long doubles nor its dates."""
 
@@ -182,7 +184,7 @@ def load_state(item: Any, state: Any) -> None:
     # What torch fills in for an older version's state is there again by now.
     for i, (had, has) in enumerate(zip(before, _groups(item), strict=False)):
         lacking = had.keys() - has.keys()
-        if others := sorted(lacking if own is None else lacking & own.keys()):
+        if others := sorted(lacking & own.keys() if own else lacking):
             msg = (
                 f"it is another kind of optimizer's: group {i} has no {', '.join(others)}; make "
                 "the same kind as in the run that saved it, or track it under another name, which "
@@ -229,14 +231,19 @@ def group_options(item: Any) -> list[dict[str, Any]]:
     ]
 
 
-def put_options(item: Any, options: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups options of `group_options` again."""
+def put_rates(item: Any, options: list[dict[str, Any]]) -> list[str]:
+    """Give an optimizer's groups, of `group_options`, what schedulers set; return what differed."""
+    changed = set()
     for group, had in zip(_groups(item), options, strict=False):
-        for name, value in had.items():
+        for name in RATES & had.keys():
+            if name in group and group[name] == had[name]:
+                continue
+            changed.add(name)
             if isinstance(group.get(name), torch.Tensor):  # a compiled step holds this one
-                group[name].copy_(value)
+                group[name].copy_(torch.as_tensor(had[name]))
             else:
-                group[name] = value
+                group[name] = had[name]
+    return sorted(changed)
 
 
 def _groups(item: Any) -> list[dict[str, Any]]:

@@ -112,6 +112,27 @@ def test_a_scheduler_made_after_a_restore_keeps_the_learning_rate(
     assert rates(tmp_path, make, as_tensor=as_tensor) == whole[4:]
 
 
+def test_what_no_scheduler_sets_is_as_it_was_given_between(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the rate is the checkpoint's again, which the log says; after the last call it stays."""
+    caplog.set_level("INFO")
+    for attempt in (1, 2):
+        with RankContext.local(storage=tmp_path) as ctx:
+            optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+            ctx.track(optimizer=optimizer)
+            (group,) = optimizer.param_groups
+            if attempt == 2:
+                group["lr"], group["weight_decay"] = 0.1, 0.01
+            scheduler = lr_scheduler.StepLR(optimizer, 2)
+            assert "has the checkpoint's" not in caplog.text
+            ctx.track(scheduler=scheduler)
+            assert (group["lr"], group["weight_decay"]) == (0.5, 0.01 if attempt == 2 else 0)
+            if attempt == 1:
+                ctx.checkpoint(force=True)
+    assert "'optimizer' has the checkpoint's lr again: the scheduler 'scheduler'" in caplog.text
+
+
 Ended = tuple[torch.Tensor, float, int]
 
 
