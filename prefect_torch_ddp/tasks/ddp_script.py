@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from prefect import Task, unmapped
+from prefect.futures import PrefectFuture
 from prefect.utilities.annotations import BaseAnnotation
 from prefect.utilities.collections import isiterable
 
@@ -14,8 +15,9 @@ from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.rank import MODULE_FLAG, is_script
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.lazy_dataset import refuse_for_script
-from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, GangTask, ddp_task
+from prefect_torch_ddp.tasks.ddp_task import STATE, DdpTaskOptions, GangTask, ddp_task
 from prefect_torch_ddp.tasks.gangs.task_training import TaskCode
+from prefect_torch_ddp.tasks.watch.watched_task import watched_list
 
 
 @exported_by("prefect_torch_ddp")
@@ -96,7 +98,10 @@ class ScriptTask(GangTask[..., None]):
         Raises:
             InvalidParamsError: there is no list, or they are of different lengths.
         """
-        return super().map(*_calls(args), **kwargs)
+        calls = _calls([arg.result() if isinstance(arg, PrefectFuture) else arg for arg in args])
+        if calls:
+            return super().map(*calls, **kwargs)
+        return [] if kwargs.get(STATE) else watched_list([], self.params.stop_grace_s)
 
     def _from_here(self) -> "ScriptTask":
         source = self.code.source

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import Client, LocalCluster
-from prefect import flow, unmapped
+from prefect import flow, task, unmapped
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, ddp_script, list_runs, read_metrics, run_gang
@@ -111,9 +111,11 @@ def test_a_mapped_script_runs_once_for_each_element(
     def nightly() -> None:
         note.map(["one", "two"]).result()
         note.map(unmapped("seed"), range(2), "last").result()
+        note.map(task(lambda: ["of a future"], name="names").submit()).result()
+        assert note.map([]).result() == note.map([], return_state=True) == []
 
     nightly()
-    names = ["one", "seed-0-last", "seed-1-last", "two"]
+    names = ["of a future", "one", "seed-0-last", "seed-1-last", "two"]
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
