@@ -162,8 +162,9 @@ def check_embedded_server() -> None:
     from prefect.settings import get_current_settings  # noqa: PLC0415 - it takes a second
 
     settings = get_current_settings()
-    has_other_database = "connection_url" in settings.server.database.model_fields_set
-    if settings.server.ephemeral.enabled and not settings.api.url and not has_other_database:
+    database = settings.server.database.connection_url
+    is_there = database is not None and str(settings.home) in database.get_secret_value()
+    if settings.server.ephemeral.enabled and not settings.api.url and is_there:
         _check_home(settings.home)
 
 

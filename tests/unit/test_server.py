@@ -81,9 +81,10 @@ def test_a_home_that_cannot_be_written_is_refused(
     [
         {PREFECT_API_URL: "http://127.0.0.1:9/api"},
         {PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://127.0.0.1:9/prefect"},
+        {PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://a:${PASSWORD}@b:9/prefect"},
         {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False},
     ],
-    ids=["a server", "a database", "no embedded server"],
+    ids=["a server", "a database", "a database with a password", "no embedded server"],
 )
 def test_a_home_that_no_server_needs_is_not_looked_at(
     no_folder: Path, elsewhere: dict[Any, str | bool]
