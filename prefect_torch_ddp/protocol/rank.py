@@ -78,8 +78,10 @@ def is_installed(path: str | Path) -> bool:
 @functools.cache
 def _own_folders() -> tuple[Path, ...]:
     # Not the whole prefix: of Debian's Python that is /usr, and people work in /usr/src/app.
-    roots = {sys.prefix, sys.base_prefix}
-    return tuple(Path(root, name).resolve() for root in roots for name in ("bin", "lib", "lib64"))
+    roots = (sys.prefix, sys.base_prefix)
+    below = (Path(root, name) for root in roots for name in ("bin", "lib", "lib64"))
+    commands = Path(sysconfig.get_path("scripts"))  # Debian's are in /usr/local
+    return tuple(dict.fromkeys(path.resolve() for path in (commands, *below)))
 
 
 SAFE_LIBRARIES = ("PIL", "torchvision")

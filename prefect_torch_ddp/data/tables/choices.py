@@ -70,10 +70,7 @@ def chosen_names(
         InvalidParamsError: the arguments contradict each other, or `first` has no columns.
     """
     targets = _names([target] if isinstance(target, str) else target)
-    for what, given in (("columns", columns), ("features", features)):
-        if isinstance(given, str) or (given is not None and not len(given)):
-            msg = f"{what} is {given!r}; give a list of names"
-            raise InvalidParamsError(msg)
+    columns, features = _listed("columns", columns), _listed("features", features)
     if columns is not None and (features is not None or targets):
         msg = "columns= makes a batch a dict, features= and target= make it (x, y): pass only one"
         raise InvalidParamsError(msg)
@@ -85,11 +82,21 @@ def chosen_names(
         if not columns:
             msg = f"{first.uri} has no column to read: leave the file out, or write it anew"
             raise InvalidParamsError(msg)
-    chosen = Chosen(_names(columns), _names(features), targets)
+    chosen = Chosen(tuple(columns or ()), tuple(features or ()), targets)
     if len(set(chosen.names)) < len(chosen.names):
         msg = f"a column is named twice: {', '.join(chosen.names)}"
         raise InvalidParamsError(msg)
     return chosen
+
+
+def _listed(what: str, given: Sequence[str] | None) -> Sequence[str] | None:
+    if given is None:
+        return None
+    names = () if isinstance(given, str) else _names(given)
+    if not names:
+        msg = f"{what} is {given!r}; give a list of names"
+        raise InvalidParamsError(msg)
+    return names
 
 
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:

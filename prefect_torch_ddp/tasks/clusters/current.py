@@ -80,7 +80,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
     already = _open_client()
     if already is not None and cluster != ClusterParams():
         address = already.scheduler.address if already.scheduler else already.status
-        do = "close it, or leave params.cluster empty"
+        do = "close it, or leave cluster empty, ClusterParams()"
         msg = f"a Dask client of {address} is open in this process and would be used: {do}"
         raise InvalidParamsError(msg)
     point_at_cluster(runner, params)
@@ -229,7 +229,7 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         follow(
             task,
             runner.client,
-            owns_workers=runner.address is None and _open_client() is None,
+            owns_workers=runner.address is None and _open_client() in (None, runner.client),
             workers_timeout_s=_empty_limit_s(params),
         )
         return task.result()
