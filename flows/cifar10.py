@@ -83,8 +83,8 @@ def train(ctx: RankContext) -> dict[str, float | str | None]:
         nesterov=True,
         weight_decay=options.weight_decay,
     )
-    scheduler = make_schedule(optimizer, options, options.epochs * len(loader))
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = make_schedule(optimizer, options, options.epochs * len(loader), ctx.step)
 
     for inputs, targets in ctx.steps(loader, epochs=options.epochs):
         with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
@@ -115,12 +115,14 @@ def evaluate(ctx: RankContext) -> Report:
 
 
 def make_schedule(
-    optimizer: torch.optim.Optimizer, options: Options, num_steps: int
+    optimizer: torch.optim.Optimizer, options: Options, num_steps: int, done: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Make the schedule that was chosen; only that of one cycle depends on the number of steps."""
+    """Make the schedule that was chosen, at the step of the checkpoint."""
     if options.schedule == "constant":
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=num_steps)
+    return torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=num_steps, last_epoch=done - 1
+    )
 
 
 def make_net() -> nn.Module:

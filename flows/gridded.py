@@ -37,13 +37,14 @@ def train(ctx: RankContext) -> dict[str, int]:
     options = read_options(Options, ctx.options)
     size = dict.fromkeys(("lat", "lon"), options.patch)
     samples = fields(ctx, options, "train", HISTORY + 1, size)
+    fields(ctx, options, "test", HISTORY + options.leads)  # or too short a test part ends evaluate
     loader = ctx.loader(samples, global_batch_size=options.global_batch_size)
     model = ctx.wrap(UNet(options.channels))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
+        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
     )
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
     for batch in ctx.steps(loader, epochs=options.epochs):
         steps = batch["height"].to(ctx.device)
         loss = mse_loss(model(steps[:, :HISTORY]), steps[:, HISTORY:])
@@ -77,8 +78,10 @@ def evaluate(ctx: RankContext) -> Report:
     metrics = {}
     for lead in range(options.leads):
         hours = STEP_H * (lead + 1)
-        metrics[f"rmse_{hours}h"] = scores[lead].report().metrics["rmse"]
-        metrics[f"persistence_rmse_{hours}h"] = persistence[lead].report().metrics["rmse"]
+        for prefix, meter in (("", scores[lead]), ("persistence_", persistence[lead])):
+            found = meter.report().metrics
+            kept = found.keys() & {"rmse", "non_finite_predictions"}
+            metrics |= {f"{prefix}{name}_{hours}h": found[name] for name in sorted(kept)}
     return Report(num_samples=len(samples), metrics=metrics)
 
 

@@ -59,14 +59,15 @@ def train(ctx: RankContext) -> dict[str, int | str]:
         dataset, global_batch_size=options.global_batch_size, num_workers=options.num_workers
     )
     optimizer = make_optimizer(model, options)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+    scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
         optimizer,
         options.lr,
         total_steps=options.epochs * len(loader),
         cycle_momentum=options.optimizer == "adamw",
+        last_epoch=ctx.step - 1,
     )
-    scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
     for batch in ctx.steps(loader, epochs=options.epochs):
         optimizer.zero_grad()

@@ -4,11 +4,13 @@ Any text file with a name on each line, or a JSON file with a list of names.
 """
 
 import json
+import math
 import unicodedata
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import safetensors.torch
 import torch
@@ -65,7 +67,10 @@ def train(ctx: RankContext) -> dict[str, int | str]:
         letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
     )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(loader))
+    num_steps = options.epochs * len(loader)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine; its length isn't saved
+        optimizer, lambda step: (1 + math.cos(math.pi * min(step / num_steps, 1))) / 2
+    )
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for given, wanted in ctx.steps(loader, epochs=options.epochs):
@@ -184,7 +189,8 @@ def names_in(content: bytes, file: str) -> Names:
     """
     try:
         text = unicodedata.normalize("NFC", content.decode("utf-8-sig"))
-        lines = json.loads(text) if file.endswith(".json") else text.splitlines()
+        path = urlsplit(file).path if file.startswith(ADDRESSES) else file
+        lines = json.loads(text) if path.endswith(".json") else text.splitlines()
     except UnicodeDecodeError as error:
         msg = f"{file} is no UTF-8 text ({error}); save it as UTF-8, a name on each line"
         raise InvalidParamsError(msg) from error

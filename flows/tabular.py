@@ -52,10 +52,10 @@ def train(ctx: RankContext) -> dict[str, int]:
     loader = ctx.loader(rows, global_batch_size=options.global_batch_size)
     model = ctx.wrap(Net(options))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
+        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
     )
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
     for given in ctx.steps(loader, epochs=options.epochs):
         batch = {name: values.to(ctx.device) for name, values in given.items()}
         fare, tip = model(batch)

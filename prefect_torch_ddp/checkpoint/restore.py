@@ -2,7 +2,9 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -170,6 +172,8 @@ class Restorer:
             logger.warning("%s: it keeps its initial state", msg)
             return
         state = self._take(manifest, found)
+        if isinstance(item, LRScheduler) and not self.is_ours:
+            _warn_of_options(name, item, state)
         try:
             load_state(item, state)
             self.restored.add(name)
@@ -216,6 +220,27 @@ class Restorer:
         if item.name in self.states:
             return self.states.pop(item.name)
         return read_state(self.storage, manifest, item)
+
+
+def _warn_of_options(name: str, scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Say which of the numbers that a scheduler was made with are replaced by another run's."""
+    names = signature(type(scheduler)).parameters.keys() & state.keys() - {"last_epoch"}
+    made = {each: getattr(scheduler, each, None) for each in sorted(names)}
+    differ = {
+        each: value
+        for each, value in made.items()
+        if isinstance(value, int | float) and value != state[each]
+    }
+    if differ:
+        there, here = (
+            ", ".join(f"{each}={given[each]}" for each in differ) for given in (state, differ)
+        )
+        logger.warning(
+            "the scheduler %r continues with the checkpoint's %s; %s, which it was made with here, "
+            "isn't used. To use it, don't track the scheduler: make it after ctx.track, with "
+            "last_epoch=ctx.step - 1",
+            *(name, there, here),
+        )
 
 
 def _read_resume_point(point: ResumePoint, into: Path | None) -> Found:

@@ -115,7 +115,7 @@ def resume(
     recorded_dataset(record)  # refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.state == "completed" and not options and not changes:
-        msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=20"
+        msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=30"
         raise InvalidParamsError(msg)
     use_server()
     from prefect_torch_ddp.tracking.description import recorded_params

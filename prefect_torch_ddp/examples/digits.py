@@ -48,10 +48,10 @@ def train(ctx: RankContext) -> dict[str, float | None]:
     loader = ctx.loader(images_of(ctx.data / "train"), global_batch_size=options.global_batch_size)
     validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
+        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
     )
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for images, targets in ctx.steps(loader, epochs=options.epochs):
         with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
@@ -96,7 +96,9 @@ class DigitNet(nn.Sequential):
 
 def images_of(folder: Path) -> TensorDataset:
     """Read an image folder: images float32 [n, 1, 8, 8] from 0 to 1, targets int64 [n]."""
-    images, targets = zip(*ImageFolder(folder, PILToTensor(), loader=_grey), strict=True)
+    # A split may have no image of a digit; its number is that of its folder all the same.
+    folders = ImageFolder(folder, PILToTensor(), loader=_grey, allow_empty=True)
+    images, targets = zip(*folders, strict=True)
     return TensorDataset(torch.stack(images) / 255, torch.tensor(targets))
 
 

@@ -58,7 +58,7 @@ def test_a_list_is_found_by_its_place(tmp_path: Path, place: str) -> None:
         files = {
             "source": "dogs.json",
             "path": str(tmp_path / "dogs.json"),
-            "address": f"http://127.0.0.1:{server.server_port}/dogs.json",
+            "address": f"http://127.0.0.1:{server.server_port}/dogs.json?v=1",
         }
         source = {"source": tmp_path} if place == "source" else {}
         options = {"file": files[place]}
@@ -66,9 +66,11 @@ def test_a_list_is_found_by_its_place(tmp_path: Path, place: str) -> None:
             pet_names.prepare(ctx)
         with (
             RankContext.local(
-                data=tmp_path, options={"file": f"{files['address']}.gz"}, stage="prepare"
+                data=tmp_path,
+                options={"file": files["address"].replace("?", ".gz?")},
+                stage="prepare",
             ) as ctx,
-            pytest.raises(InvalidParamsError, match=r"dogs.json.gz can't be read: .*404"),
+            pytest.raises(InvalidParamsError, match=r"dogs.json.gz\?v=1 can't be read: .*404"),
         ):
             pet_names.prepare(ctx)
         server.shutdown()

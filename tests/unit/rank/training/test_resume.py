@@ -112,6 +112,27 @@ def test_a_scheduler_made_after_a_restore_keeps_the_learning_rate(
     assert rates(tmp_path, make, as_tensor=as_tensor) == whole[4:]
 
 
+def test_a_schedules_own_length_is_the_checkpoints_which_the_log_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another run, which may be asked for more epochs; a run resumes itself as it is."""
+
+    def made(run_id: str, num_steps: int, **options: Any) -> int:
+        with RankContext.local(storage=tmp_path, run_id=run_id, **options) as ctx:
+            optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+            schedule = lr_scheduler.CosineAnnealingLR(optimizer, num_steps, eta_min=0.1)
+            ctx.track(optimizer=optimizer, schedule=schedule)
+            ctx.checkpoint(force=True)
+            return schedule.T_max
+
+    assert [made("short", 10), made("short", 20)] == [10, 10]
+    assert made("as long", 10, resume_from="short") == 10
+    assert "isn't used" not in caplog.text
+    assert made("longer", 20, resume_from="short") == 10
+    says = "'schedule' continues with the checkpoint's T_max=10; T_max=20, which it was made with"
+    assert says in caplog.text
+
+
 def test_what_no_scheduler_sets_is_as_it_was_given_between(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
