@@ -169,7 +169,8 @@ class RankLoader:
             batches = GlobalBatches(len(dataset), global_batch_size, seed)
             reader = dataset.reader(batches, self._shares, shuffle=shuffle)
             return reader, f"{order}: {reader.order}"
-        shards = ShardReader(dataset, seed, shuffle=shuffle)
+        is_virtual = self._shares.is_virtual
+        shards = ShardReader(dataset, seed, shuffle=shuffle, seeds_here=is_virtual)
         mixed = f", shuffled in blocks of {shards.block_size}" if shuffle else ""
         return shards, f"{order}{mixed}: {shards.layout}"
 

@@ -7,7 +7,7 @@ from itertools import accumulate, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
 from prefect_torch_ddp.data.sampler import (
@@ -25,7 +25,7 @@ from prefect_torch_ddp.lazy import exported_by
 SHUFFLE_BUFFER = 1024
 """Samples that are in memory at a time, if the dataset doesn't set `shuffle_buffer`."""
 
-_SHARDS, _BLOCK, _DRAWS = range(3)
+_SHARDS, _BLOCK, _DRAWS, _BATCH = range(4)
 
 
 @exported_by("prefect_torch_ddp.data")
@@ -115,8 +115,11 @@ class ShardReader(Dataset[Any]):
         InvalidParamsError: a size or the buffer isn't a number that can be.
     """
 
-    def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool) -> None:
+    def __init__(
+        self, dataset: Sharded, seed: int, *, shuffle: bool, seeds_here: bool = False
+    ) -> None:
         self._dataset = dataset
+        self._seeds_here = seeds_here
         self._shards = list(dataset.shards())
         self._sizes = [dataset.num_samples(shard) for shard in self._shards]
         self.block_size = getattr(dataset, "shuffle_buffer", SHUFFLE_BUFFER)
@@ -159,6 +162,9 @@ class ShardReader(Dataset[Any]):
         """Return the samples at these positions; an id counts the samples before in `shards()`."""
         epoch, positions, is_training, _ = keys
         found = [self._at(epoch, position) for position in positions]
+        if self._seeds_here or get_worker_info() is not None:
+            # For what collate_fn draws: as for tables.
+            seed_on_cpu(mix_seed(self._seed, epoch, positions[0], _BATCH))
         ids, samples = tuple(number for number, _ in found), [sample for _, sample in found]
         return Tagged(ids, samples, is_training=is_training)
 

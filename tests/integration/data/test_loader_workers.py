@@ -104,7 +104,9 @@ class Quiet(Numbers):
         return torch.tensor([index, torch.rand(()).item()])
 
 
-@pytest.mark.parametrize("dataset", [Quiet(30), Noise(30)], ids=["torch", "all"])
+@pytest.mark.parametrize(
+    "dataset", [Quiet(30), Noise(30), Noisy([7, 9, 14])], ids=["torch", "all", "shards"]
+)
 def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dataset[Any]) -> None:
     """Draws in `collate_fn` follow from the batch's last sample, also after a resume."""
     two = epoch_of(dataset, 2, collate_fn=_with_draws)

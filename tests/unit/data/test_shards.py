@@ -105,6 +105,20 @@ def test_what_a_dataset_draws_is_the_same_wherever_it_is_read(start: int) -> Non
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_what_collate_fn_draws_is_the_batchs_own_on_an_elastic_rank() -> None:
+    """Other ranks go through fewer of them, so the rank's stream can't give it."""
+
+    def noisy(samples: list[Any]) -> torch.Tensor:
+        return torch.tensor(samples) + torch.rand(())
+
+    def drawn(start: int) -> list[Any]:
+        torch.manual_seed(start)
+        loader = loader_of(Shards([7, 9]), 4, collate_fn=noisy, virtual_ranks=1)
+        return [data.shares[0].batch.tolist() for data, _ in loader.lockstep(0, start)]
+
+    assert drawn(2) == drawn(0)[2:]
+
+
 @pytest.mark.parametrize(("says", "word"), [(5, "fewer"), (3, "more")])
 def test_a_shard_of_another_size_than_it_says_is_refused(says: int, word: str) -> None:
     """By its name: samples would be lost or come twice."""
