@@ -198,7 +198,7 @@ class VirtualRanks:
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return all that get gradients, once each, in an order that is the same on all ranks."""
         found = {
-            id(parameter): (f"{position}.{name}" if position else name, parameter)
+            id(parameter): (f"{name} of model {position + 1}" if position else name, parameter)
             for position, model in enumerate(self._models)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
@@ -227,11 +227,13 @@ def _refuse_running_statistics(models: list[nn.Module]) -> None:
 def _saved_buffers(models: list[nn.Module]) -> dict[str, tuple[int, int]]:
     """Return what shows whether a buffer that is saved has changed."""
     return {
-        f"{prefix}.{name}".lstrip(".") + f" ({type(module).__name__})": (
+        f"{prefix}.{name}".lstrip(".")
+        + f" ({type(module).__name__})"
+        + (f" of model {position + 1}" if position else ""): (
             id(buffer),
             buffer._version,  # noqa: SLF001 - torch has no other
         )
-        for model in models
+        for position, model in enumerate(models)
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set  # noqa: SLF001 - caches, in no checkpoint

@@ -135,6 +135,24 @@ def test_sparse_gradients_are_refused_by_name() -> None:
                 (model(targets).mean() * weight).backward()
 
 
+def test_models_that_are_wrapped_one_by_one_hide_nothing_of_each_other() -> None:
+    """Not a parameter by its name and the number of its model, and not a buffer by its name."""
+    says = r"the gradient of 1\.weight is sparse"
+    with local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        model = ctx.wrap(nn.Sequential(nn.Identity(), nn.Embedding(4, 2, sparse=True)))
+        ctx.wrap(nn.Linear(2, 1))
+        for batch in batches(ctx):
+            for (_inputs, targets), weight in ctx.micro_batches(batch):
+                (model(targets).mean() * weight).backward()
+
+    says = r"the buffers calls \(Counting\) change in the forward pass"
+    with local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        used, _ = ctx.wrap(Counting()), ctx.wrap(Counting())
+        for batch in batches(ctx):
+            for (inputs, _targets), weight in ctx.micro_batches(batch):
+                (used(inputs).mean() * weight).backward()
+
+
 def test_a_model_of_an_earlier_fold_is_freed() -> None:
     """And the next one is trained without it."""
     with local() as rank:
