@@ -72,8 +72,10 @@ def ddp_script(
 
     def run(ctx: RankContext, *more: object) -> None:
         # Not at the top: this function travels by value, and only ranks need it.
+        from prefect_torch_ddp.rank.generators import seed_rank  # noqa: PLC0415
         from prefect_torch_ddp.rank.process.script import run_script  # noqa: PLC0415
 
+        seed_rank(ctx.seed, 0, ctx.rank)  # under torchrun, ranks draw different numbers too
         run_script(what, [*args, *more, *(resume_args if ctx.attempt > 1 else ())])
 
     name = named.removeprefix(MODULE_FLAG).strip() if path is None else path.stem

@@ -119,6 +119,30 @@ def test_a_mapped_script_runs_once_for_each_element(
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
+@pytest.mark.extended
+def test_each_rank_of_a_script_draws_its_own_numbers(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """As under torchrun, and unlike there again the same if the seed is."""
+    script = tmp_path / "draw.py"
+    script.write_text(
+        "import os, pathlib, random, sys, numpy, torch\n"
+        "drawn = random.random(), numpy.random.rand(), torch.rand(()).item()\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(repr(drawn))\n"
+    )
+    storage = str(tmp_path / "storage")
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def nightly(folder: Path) -> list[str]:
+        folder.mkdir()
+        ddp_script(script, [folder], world_size=2, storage=storage).submit().result()
+        return [(folder / rank).read_text() for rank in "01"]
+
+    first, second = nightly(tmp_path / "once")
+    assert not set(eval(first)) & set(eval(second))
+    assert nightly(tmp_path / "again") == [first, second]
+
+
 def test_a_script_is_mapped_over_lists_of_one_length() -> None:
     """The error says what was given, and how it is done."""
     note = ddp_script(SCRIPT)
