@@ -106,7 +106,7 @@ class RegressionMeter:
             InvalidParamsError: no rank counted a sample; raised on every rank.
         """
         sums = torch.stack([self._absolute, self._squared, self._mean * self._num])
-        counts = torch.stack([torch.tensor(self._num), self._non_finite.cpu()])
+        counts = torch.stack([torch.tensor(self._num, device="cpu"), self._non_finite.cpu()])
         num_samples, num_non_finite = summed(counts).tolist()
         refuse_nothing(num_samples)
         absolute, squared, mean = summed(sums) / num_samples

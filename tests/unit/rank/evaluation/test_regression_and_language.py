@@ -46,6 +46,14 @@ def test_regression_scores_are_those_of_scikit_learn(
     assert report.metrics == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_default_device_of_the_user_does_not_matter() -> None:
+    """A meter reports under `torch.set_default_device`, with "meta" in place of a GPU."""
+    meter = RegressionMeter()
+    meter.update(torch.ones(4), torch.zeros(4))
+    with torch.device("meta"):
+        assert meter.report().metrics["rmse"] == 1
+
+
 def test_r2_is_left_out_where_the_targets_are_all_the_same() -> None:
     """Also if their mean in floating point isn't quite them."""
     meter = RegressionMeter()
