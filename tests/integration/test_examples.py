@@ -126,6 +126,12 @@ def _data(place: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep runs of examples that name no storage out of the developer's."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_HERE])
 def test_an_example_runs(
     name: str,

@@ -47,9 +47,14 @@ def folder(tmp_path: Path) -> Path:
 
 def typed(folder: Path, *given: str, status: int = 0, **environment: str) -> tuple[str, str]:
     """Run the command in a folder; give what it prints and what else it says."""
-    command = [sys.executable, "-P", "-m", "prefect_torch_ddp", *given]
+    command = ["-P", "-m", "prefect_torch_ddp", *given]
+    return ran(folder, *command, status=status, **environment)
+
+
+def ran(folder: Path, *given: str, status: int = 0, **environment: str) -> tuple[str, str]:
+    """Run Python in a folder; give what it prints and what else it says."""
     done = subprocess.run(
-        command,
+        [sys.executable, *given],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -80,7 +85,7 @@ def test_a_run_is_trained_listed_shown_read_and_resumed(folder: Path) -> None:
 
     _, refused = typed(folder, "resume", first, *at, status=2)
     assert refused.count("\n") == 1
-    assert "is completed; say what more to do, e.g. -o epochs=20" in refused
+    assert "is completed; say what more to do, e.g. -o epochs=30" in refused
     printed, _ = typed(folder, "resume", first[:8], "-o", "epochs=5", *at)
     assert "80 steps in 5 epochs on 2 ranks" in printed
     second = list_runs(folder / "store")["run_id"][0]
@@ -121,16 +126,8 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
 def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path) -> None:
     """A script that calls `train_flow` prints at most 25 lines of a rank's error within torch."""
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    _, shown = done.stderr.split("The above exception was the direct cause", 1)
+    _, said = ran(folder, "script.py", status=1)
+    _, shown = said.split("The above exception was the direct cause", 1)
     assert f'File "{folder}/failing.py"' in shown
     assert SAYS in shown
     assert "the whole traceback: " in shown
@@ -191,20 +188,11 @@ def test_a_script_without_a_home_for_prefect_is_told_so(folder: Path) -> None:
     """Prefect would start its server again and again, and log 200 lines each time."""
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
     home = folder / "script.py" / "prefect"  # where not even root can make a folder
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env={**os.environ, "PREFECT_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert f"ServerError: Prefect's server can't keep its data in {home}: " in done.stderr
-    assert "Set PREFECT_HOME to a folder" in done.stderr
-    assert "site-packages/prefect/server" not in done.stderr
-    assert done.stderr.count("\n") <= MAX_LINES
+    _, said = ran(folder, "script.py", status=1, PREFECT_HOME=str(home))
+    assert f"ServerError: Prefect's server can't keep its data in {home}: " in said
+    assert "Set PREFECT_HOME to a folder" in said
+    assert "site-packages/prefect/server" not in said
+    assert said.count("\n") <= MAX_LINES
     assert not (folder / "store").exists()
 
 
@@ -218,37 +206,21 @@ def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None
         f"server.LOCAL_API, server.READY_S = {api!r}, {HANG_S}\n"
         "print(server.find_or_start_server())"
     )
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    home = {"PREFECT_HOME": str(tmp_path)}
     pid_file = tmp_path / "server.pid"
-    taken = {**environment, "PREFECT_HOME": f"{__file__}/prefect"}
-    refused = subprocess.run(
-        [sys.executable, "-c", code],
-        env=taken,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert "ServerError: Prefect's server can't keep its data in" in refused.stderr
+    _, said = ran(tmp_path, "-c", code, status=1, PREFECT_HOME=f"{__file__}/prefect")
+    assert "ServerError: Prefect's server can't keep its data in" in said
     try:
         for starts in (True, False):
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=True,
-            )
-            assert done.stdout.split() == [api]
-            assert ("Starting a local Prefect server" in done.stderr) == starts
-            assert ("until `prefect server stop`" in done.stderr) == starts
+            printed, said = ran(tmp_path, "-c", code, **home)
+            assert printed.split() == [api]
+            assert ("Starting a local Prefect server" in said) == starts
+            assert ("until `prefect server stop`" in said) == starts
             assert is_prefect(api)
         pid = int(pid_file.read_text())
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         assert b"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=" in environ
-        stop = [sys.executable, "-m", "prefect", "server", "stop"]
-        subprocess.run(stop, env=environment, timeout=LIMIT_S, check=True)
+        ran(tmp_path, "-m", "prefect", "server", "stop", **home)
         wait_until(lambda: not is_prefect(api), HANG_S)
     finally:
         if pid_file.exists():

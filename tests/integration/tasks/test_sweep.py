@@ -101,6 +101,7 @@ def by_config(ctx: RankContext, **config: float) -> float:
     return loss
 
 
+@pytest.mark.extended
 def test_the_best_of_any_keyword_arguments_can_be_passed_on(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:

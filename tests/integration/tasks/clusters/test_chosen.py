@@ -160,7 +160,8 @@ def test_a_task_logs_no_lines_of_dask_unless_the_user_wants_them(
     blocks = README.split("```python\n")
     (program,) = (each.partition("\n```")[0] for each in blocks if "@ddp_task(" in each)
     (tmp_path / "line.py").write_text(program, encoding="utf-8")
-    environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO", LOG_LEVEL: level}
+    home = {"HOME": str(tmp_path)}  # whose storage is the default one
+    environment = os.environ | home | {"PREFECT_LOGGING_LEVEL": "INFO", LOG_LEVEL: level}
     if not level:
         del environment[LOG_LEVEL]
     command = [sys.executable, "line.py"]
