@@ -73,7 +73,7 @@ wheel: $(VENV)/.installed-dev ## install the wheel with the lowest and newest ve
 bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine
 	$(PYTEST) tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
 
-bench-peers: $(VENV)/.installed-dev ## compare with Ray Train, Lightning, Accelerate, dask-pytorch-ddp; 100 minutes, a quiet machine
+bench-peers: $(VENV)/.installed-dev ## compare with Ray Train, Lightning, Accelerate, dask-pytorch-ddp; 75 minutes, a quiet machine
 	$(BIN)/python -m tests.benchmarks.peers $(ARGS)
 
 clean: ## remove .venv, .peers, caches and builds; trained models stay where they are

@@ -469,7 +469,8 @@ class RankContext:
 
                 optimizer.zero_grad()
                 for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
-                    (cross_entropy(model(images), labels) * weight).backward()
+                    loss = cross_entropy(model(images.to(ctx.device)), labels.to(ctx.device))
+                    (loss * weight).backward()
                 optimizer.step()
         """
         return self._assembly.gradients.micro_batches(batch, max_samples)

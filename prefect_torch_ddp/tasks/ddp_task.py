@@ -112,7 +112,7 @@ def ddp_task(
                 ctx.track(model=model, optimizer=optimizer)
                 loader = ctx.loader(dataset(), global_batch_size=16)
                 for inputs, targets in ctx.steps(loader, epochs=20):
-                    loss = mse_loss(model(inputs), targets)
+                    loss = mse_loss(model(inputs.to(ctx.device)), targets.to(ctx.device))
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
