@@ -75,7 +75,7 @@ def evaluate(ctx: RankContext) -> Report:
             true = std * steps[:, HISTORY + lead].flatten()
             scores[lead].update(std * known[:, -1].flatten(), true)
             persistence[lead].update(std * last.flatten(), true)
-    metrics = {}
+    metrics: dict[str, float] = {}
     for lead in range(options.leads):
         hours = STEP_H * (lead + 1)
         for prefix, meter in (("", scores[lead]), ("persistence_", persistence[lead])):
