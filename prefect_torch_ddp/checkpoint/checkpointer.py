@@ -191,6 +191,7 @@ class Checkpointer:
         self._start(manifest, 2 * manifest.step, snapshot)
 
     def _wait_for_turn(self, step: int) -> None:
+        self._gatherer.is_waited_for.set()
         self.wait(QUIET_S)
         if self.is_writing and not self._has_warned:
             self._has_warned = True
@@ -201,6 +202,7 @@ class Checkpointer:
             )
             logger.warning(text, step)
         self.wait()
+        self._gatherer.is_waited_for.clear()
         self.raise_failure()
 
     def _start(self, manifest: Manifest, turn: int, snapshot: _Snapshot) -> None:

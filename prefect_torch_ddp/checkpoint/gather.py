@@ -118,6 +118,8 @@ class Gatherer:
         self._unsaid = ""  # the newest checkpoint, if only the log's details show it
         self.trouble = ""
         """Why the newest checkpoint that was tried failed on any rank; or empty."""
+        self.is_waited_for = threading.Event()
+        """Set while the training waits for a checkpoint to be written, before it makes the next."""
 
     def commit(
         self,
@@ -146,7 +148,10 @@ class Gatherer:
         saves, is_last = [own], bool(turn % 2)
         try:
             for rank in range(1, manifest.world_size):
-                text = told_by(self._rank_store, rank, turn, is_last=is_last)
+                is_waited_for = self.is_waited_for.is_set
+                text = told_by(
+                    self._rank_store, rank, turn, is_last=is_last, is_waited_for=is_waited_for
+                )
                 saves.append(RankSave.from_json(text))
             manifest = self._completed(manifest, saves, sketched)
         except (CheckpointError, InvalidParamsError, StorageError) as error:

@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 POLL_S = 0.01
 MAX_POLL_S = 0.2
 ABSENT_S = 300.0
-"""How long rank 0 waits for a rank that hasn't begun the same checkpoint; a step is usual."""
+"""How long rank 0's training waits for a rank that hasn't begun the same checkpoint."""
 
 _num_rank_stores = itertools.count()
 
@@ -75,18 +75,40 @@ def tell_rank_0(rank_store: KeyValueStore, rank: int, turn: int, text: str) -> N
     rank_store.set(_told(rank, turn), text)
 
 
-def told_by(rank_store: KeyValueStore, rank: int, turn: int, *, is_last: bool) -> str:
+def told_by(
+    rank_store: KeyValueStore,
+    rank: int,
+    turn: int,
+    *,
+    is_last: bool,
+    is_waited_for: Callable[[], bool],
+) -> str:
     """Wait for what a rank tells of a checkpoint; turns grow, the same way on all ranks.
+
+    A rank may work for any time outside of steps before it comes, while the training of rank 0
+    continues or ends. If that training waits for its next checkpoint, the rank may wait for it.
+
+    Args:
+        rank_store: of all ranks.
+        rank: which one.
+        turn: of the checkpoint.
+        is_last: whether each rank comes to it, at its end.
+        is_waited_for: whether the training of rank 0 waits, in order to make its next checkpoint.
 
     Raises:
         InvalidParamsError: it takes no part in it: it is past it, at its end, or doesn't come.
     """
-    ends_at = time.monotonic() + ABSENT_S
+    waited_s, looked_s = 0.0, time.monotonic()
 
     def is_over() -> bool:
+        nonlocal waited_s, looked_s
+        now_s = time.monotonic()
+        waited_s += now_s - looked_s if is_waited_for() else 0.0
+        looked_s = now_s
         begun = int(rank_store.get(f"begun/{rank}") or -1)
-        has_ended = rank_store.get(f"ended/{rank}") is not None and not is_last
-        return begun > turn or (begun < turn and (has_ended or time.monotonic() > ends_at))
+        has_ended = rank_store.get(f"ended/{rank}") is not None
+        is_absent = not is_last and (has_ended or waited_s > ABSENT_S)
+        return begun > turn or (begun < turn and is_absent)
 
     text = rank_store.wait_for(_told(rank, turn), rank, is_over)
     if text is None:

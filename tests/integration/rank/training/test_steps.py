@@ -329,6 +329,30 @@ def on_rank_0_alone(ctx: RankContext, where: str) -> None:
             ctx.checkpoint(force=True)
 
 
+def late_on_rank_1(ctx: RankContext, where: str) -> int:
+    """Work for a while on one rank only, after an epoch's last step or after the loop."""
+    rank_store.ABSENT_S = 0.5
+    model = ctx.wrap(nn.Linear(1, 1))
+    ctx.track(model=model)
+    loader = ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4)
+    for (x,) in ctx.steps(loader, epochs=2):
+        model(x).sum().backward()
+        if ctx.rank == 1 and ctx.epoch_ended and where == "in a step":
+            time.sleep(2)
+    if ctx.rank == 1 and where == "at the end":
+        time.sleep(2)
+    return ctx.step
+
+
+@pytest.mark.parametrize("where", ["in a step", "at the end"])
+def test_a_rank_that_comes_late_to_a_checkpoint_is_waited_for(tmp_path: Path, where: str) -> None:
+    """Rank 0's training doesn't wait for the checkpoint, or has ended, so that nothing is stuck."""
+    policy = CheckpointParams(every_epochs=1, every_s=None)
+    config = replace(config_for(tmp_path), checkpoint=policy)
+    assert train_on(2, config, late_on_rank_1, where) == [6, 6]
+    assert [each.step for each in list_manifests(config.storage, "run")] == [3, 6]
+
+
 @pytest.mark.parametrize("where", ["in a step", "between loops", "ctx.track"])
 def test_a_checkpoint_that_one_rank_asks_for_alone_is_an_error(tmp_path: Path, where: str) -> None:
     """A checkpoint that only one rank requests is an error and no hang, and isn't committed."""
