@@ -56,6 +56,13 @@ def cuda_without_group() -> tuple[str, float]:
     return str(current_device()), float(torch.ones(10, device=current_device()).sum())
 
 
+def partly_trained() -> nn.Module:
+    """Return a model whose bias isn't trained."""
+    model = nn.Linear(2, 1).cuda()
+    model.bias.requires_grad_(False)
+    return model
+
+
 def run_out_of_memory() -> None:
     """Ask the device for a petabyte."""
     torch.empty(2**50, dtype=torch.uint8, device="cuda")

@@ -84,6 +84,17 @@ def test_out_of_memory_reaches_the_caller(gpu_client: Client) -> None:
     assert run_gang(gpu_client, on_gpu.where, world_size=1)[0]["sums"] == (1.0, 1.0)
 
 
+def test_a_model_comes_back_trainable(gpu_client: Client) -> None:
+    """Its parameters are parameters on the CPU, of which as many are trained."""
+    import torch
+
+    (model,) = run_gang(gpu_client, on_gpu.partly_trained, world_size=1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert [each.device.type for each in model.parameters()] == ["cpu", "cpu"]
+    assert [each.requires_grad for each in model.parameters()] == [True, False]
+    assert model.weight.grad is not None
+
+
 def test_cuda_tensors_come_back_on_the_cpu(gpu_client: Client) -> None:
     """The caller needs no GPU to read what ranks return."""
     (value,) = run_gang(gpu_client, on_gpu.tensors, world_size=1)

@@ -124,7 +124,10 @@ class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         # The caller may have no GPU, and can't be given memory of one that a dead process held.
         torch = sys.modules.get("torch")  # whoever returns a tensor has loaded it
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(4)
+            home = obj.detach().cpu()
+            if isinstance(obj, torch.nn.Parameter):  # a model that is returned can still be trained
+                home = torch.nn.Parameter(home, requires_grad=obj.requires_grad)
+            return home.__reduce_ex__(4)
         if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             msg = (
                 "a model in DistributedDataParallel can't leave its rank: return the state_dict() "
