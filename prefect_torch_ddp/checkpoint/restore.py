@@ -26,9 +26,11 @@ from prefect_torch_ddp.checkpoint.shard import GENERATORS
 from prefect_torch_ddp.checkpoint.state.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.checkpoint.state.serial import (
+    RATES,
+    changed_options,
     group_options,
     load_state,
-    put_rates,
+    put_options,
     restore_generators,
 )
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
@@ -61,6 +63,8 @@ class Restorer:
     """The names of the objects that got their state from it."""
     options: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
     """The optimizers among them, by name, each with the options that its groups got."""
+    chosen: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By name, the options of optimizers' groups that user code set before the first step."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -189,13 +193,25 @@ class Restorer:
         if not isinstance(item, LRScheduler):
             return
         for whose, (optimizer, given) in self.options.items():
-            if optimizer is item.optimizer and (changed := put_rates(optimizer, given)):
+            rates = [{each: group[each] for each in RATES & group.keys()} for group in given]
+            if optimizer is item.optimizer and (changed := put_options(optimizer, rates)):
                 logger.info(
                     "%r has the checkpoint's %s again: the scheduler %r was made after ctx.track "
                     "had restored it, and had set %s. Set values of your own after the last "
                     "ctx.track",
                     *(whose, ", ".join(changed), name, "it" if len(changed) == 1 else "them"),
                 )
+
+    def note_chosen_options(self) -> None:
+        """Keep what user code has set in optimizers' groups since they were restored."""
+        self.chosen = {
+            name: changed_options(item, given) for name, (item, given) in self.options.items()
+        }
+
+    def put_chosen_options(self) -> None:
+        """Set that again, after the optimizers were restored a second time."""
+        for name, options in self.chosen.items():
+            put_options(self.options[name][0], options)
 
     def fetch_files(self, root: Path) -> None:
         """Put the files of the checkpoint into a folder, if there is one; see `fetch_files`."""

@@ -320,8 +320,9 @@ class RankContext:
     def track(self, **objects: Any) -> None:
         """Put objects into every checkpoint, and restore them in place on resume.
 
-        Call it before `steps`, on every rank with the same names. Random generators, position
-        and step counters are included automatically.
+        Call it before `steps`, on every rank with the same names. Call `wrap` before it: an
+        optimizer's restored state is put on the device of its parameters, which `wrap` moves to
+        the rank's device. Random generators, position and step counters are included automatically.
 
         Args:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...

@@ -231,19 +231,37 @@ def group_options(item: Any) -> list[dict[str, Any]]:
     ]
 
 
-def put_rates(item: Any, options: list[dict[str, Any]]) -> list[str]:
-    """Give an optimizer's groups, of `group_options`, what schedulers set; return what differed."""
+def changed_options(item: Any, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what differs from `group_options` in an optimizer's groups, for each group."""
+    return [
+        {
+            name: value
+            for name, value in now.items()
+            if name not in had or not _is_same(value, had[name])
+        }
+        for now, had in zip(group_options(item), options, strict=False)
+    ]
+
+
+def put_options(item: Any, options: list[dict[str, Any]]) -> list[str]:
+    """Set options in an optimizer's groups, each group's own; return the names that differed."""
     changed = set()
     for group, had in zip(_groups(item), options, strict=False):
-        for name in RATES & had.keys():
-            if name in group and group[name] == had[name]:
+        for name, value in had.items():
+            if name in group and _is_same(group[name], value):
                 continue
             changed.add(name)
             if isinstance(group.get(name), torch.Tensor):  # a compiled step holds this one
-                group[name].copy_(torch.as_tensor(had[name]))
+                group[name].copy_(torch.as_tensor(value))
             else:
-                group[name] = had[name]
+                group[name] = value
     return sorted(changed)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(*(torch.as_tensor(each, device="cpu") for each in (value, other)))
+    return bool(value == other)
 
 
 def _groups(item: Any) -> list[dict[str, Any]]:

@@ -31,6 +31,13 @@ class Position(NamedTuple):
     """Whether the training itself asked to stop here, so that resuming it adds nothing."""
     loop_step: int = 0
     """Steps that this call has made."""
+    is_whole: bool = False
+    """Whether this call made all of its steps; one that was left by a break didn't."""
+
+    @property
+    def is_between_epochs(self) -> bool:
+        """Whether it is at an epoch's end; a call that only counts its steps never is."""
+        return self.loop_epoch > 0 and self.batch == 0
 
     def after_batch(self, *, is_last: bool) -> Self:
         """Return the position after a batch, the last one of its epoch or not."""
@@ -94,7 +101,7 @@ class Position(NamedTuple):
 
     def _at_loop(self, loop: int) -> Self:
         """Return the position at the beginning of a call; an epoch under way is not finished."""
-        fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0, "loop_step": 0}
+        fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0, "loop_step": 0, "is_whole": False}
         return self._replace(loop=loop, epoch=self.epoch + (self.batch > 0), **fresh)
 
 
@@ -143,14 +150,14 @@ class LoopProgress:
 
     def moment(self, *, is_saved: bool) -> Moment:
         """Return where the training is, for the decision whether a checkpoint is due."""
-        # A call that only counts its steps is never at an epoch's end.
-        is_between = self.position.loop_epoch > 0 and self.position.batch == 0
-        epoch = self.position.epoch if is_between and self.share is None else None
+        is_between = self.position.is_between_epochs and self.share is None
+        epoch = self.position.epoch if is_between else None
         return Moment(self.step, epoch, is_saved)
 
     def continue_from(self, step: int, epoch: int, position: Position) -> None:
         """Begin where a checkpoint was made, of this run or of another one."""
         self.step, self.epoch, self.position = step, epoch, position
+        self.epoch_ended = position.is_between_epochs
 
     def enter_call(
         self, loop: int, order_of: Callable[[int], str], size: int, num_batches: int
@@ -171,6 +178,7 @@ class LoopProgress:
         """
         num_epochs = epochs - self.position.loop_epoch
         left = num_epochs * num_batches - self.position.batch
+        self.position = self.position._replace(is_whole=False)
         self.total_steps = self.step + max(left, 0)
         self.total_epochs = self.position.epoch + max(num_epochs, 0)
         return left
@@ -182,6 +190,7 @@ class LoopProgress:
             total: of the whole call; `math.inf` is taken too.
         """
         left = total - self.position.loop_step
+        self.position = self.position._replace(is_whole=False)
         self.total_steps, self.total_epochs = self.step + max(left, 0), None
         return left
 
@@ -205,6 +214,10 @@ class LoopProgress:
         """Complete an epoch that was resumed after its last batch."""
         if self.position.batch:
             self.position = self.position.after_batch(is_last=True)
+
+    def end_call(self) -> None:
+        """Note that the call of `steps` has made all of its steps."""
+        self.position = self.position._replace(is_whole=True)
 
     def leave_loop(self) -> None:
         """Note that no step is under way any more, in whatever way the loop was left."""

@@ -129,6 +129,14 @@ class CheckpointNumbers:
         later = {"num_saves_behind": 0} if loop > self.progress.position.loop else {}
         self.own = self.own._replace(in_own_loop=False, **later)
 
+    def reopen_call(self) -> None:
+        """Continue the call of `steps` that had ended when the checkpoint was made."""
+        self.own = self.own._replace(num_saves_behind=0)
+
+    def begin_evaluation(self) -> None:
+        """Count calls of `steps` from the first one: an evaluation's aren't the training's."""
+        self.progress.position, self.own = Position(), OwnSaves()
+
     def count_own_save(self) -> None:
         """Count a checkpoint outside of `steps`, perhaps after one of its calls."""
         if self.is_saved:

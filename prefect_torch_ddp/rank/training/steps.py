@@ -79,7 +79,7 @@ class StepLoop:
         if loop == 0:
             self._state.begin()
             self._warn_of_no_epochs(plan)
-        if self._is_over(loop) or progress.has_stopped:
+        if self._is_over(loop, plan) or progress.has_stopped:
             return
         self._state.enter_call(loop)
         plan.enter(progress, loop)
@@ -94,6 +94,8 @@ class StepLoop:
             with self._link.heartbeat.looping():
                 if left <= 0 or self._begin(left):
                     yield from self._steps(plan, loop)
+                if not progress.has_stopped:
+                    progress.end_call()
                 self._reporter.end_loop()
         finally:
             self._end.leave(progress.step)
@@ -118,12 +120,18 @@ class StepLoop:
                 every,
             )
 
-    def _is_over(self, loop: int) -> bool:
-        """Pass a call that was over before the checkpoint; return whether it was."""
-        replay = self._replay
+    def _is_over(self, loop: int, plan: Plan) -> bool:
+        """Pass a call that was over before the checkpoint; return whether it was.
+
+        One that had made all of its steps continues if it is asked for more now.
+        """
+        replay, at = self._replay, self._progress.position
         if replay.is_before_call and self._requests.wants_stop:
             replay.refuse_to_end(loop, "asked to stop")
         if not replay.is_over(loop):
+            return False
+        if loop == at.loop and at.is_whole and plan.has_more(at):
+            replay.numbers.reopen_call()
             return False
         if not self._progress.has_stopped:
             logger.info(

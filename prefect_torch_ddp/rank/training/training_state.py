@@ -129,6 +129,8 @@ class TrainingState:
         self._check_resumed()
         if self._restorer is None:
             self._set_gone()  # or ranks that track something would wait for this one
+        else:
+            self._restorer.note_chosen_options()
 
     def enter_call(self, loop: int) -> None:
         """Come to a call of `steps` that isn't over: restore what code before it changed."""
@@ -290,6 +292,8 @@ class TrainingState:
         if (manifest := restorer.manifest) is not None:
             is_ours = self._replay.is_ours = restorer.is_ours
             self._numbers.adopt(manifest, is_ours=is_ours, had_ended=restorer.had_ended)
+            if not config.trains:
+                self._numbers.begin_evaluation()
             if is_ours:
                 self._reporter.restore(manifest)
             else:  # what another run has validated is no value of this one
@@ -302,7 +306,9 @@ class TrainingState:
         # At the end: code after its last save ran again too.
         if replay.has_arrived and not self._numbers.is_at_end:
             return
-        restorer, is_restored = self._restorer if self._config.trains else None, False
+        restorer = self._restorer if self._config.trains else None
+        # A checkpoint may lack a generator, such as CUDA's of a training on CPUs.
+        seed_rank(self._config.seed, self._numbers.progress.step, self._info.rank)
         # What an own loop left is none of the steps' business: undisturbed, they would begin
         # with generators of their own too.
         if restorer is not None and not self._numbers.own.in_own_loop:
@@ -312,9 +318,8 @@ class TrainingState:
                     for name, item in self._objects.items():
                         if name in self._restores:
                             restorer.restore(name, item)
-            is_restored = restorer.restore_generators(self._info.rank)
-        if not is_restored:
-            seed_rank(self._config.seed, self._numbers.progress.step, self._info.rank)
+                    restorer.put_chosen_options()
+            restorer.restore_generators(self._info.rank)
         if restorer is not None:
             restorer.release()
         replay.arrive()

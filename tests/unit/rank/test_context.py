@@ -473,6 +473,23 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             ctx.track(model=model)
 
 
+@pytest.mark.parametrize("stops", [False, True], ids=["to its end", "stopped"])
+def test_steps_of_an_evaluation_are_not_those_of_the_training(stops: bool, tmp_path: Path) -> None:
+    """A probe that is fitted to a trained model makes all of its own steps."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        for _ in steps_over(ctx, size=4):
+            if stops and ctx.step == 2:
+                ctx.request_stop("enough")
+        ctx.checkpoint(force=True)
+        done = ctx.step
+    with RankContext.local(storage=tmp_path, stage="evaluate") as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        assert ctx.step == done
+        loader = ctx.loader(TensorDataset(torch.arange(8)), global_batch_size=4)
+        assert [ctx.step - done for _ in ctx.steps(loader, epochs=2)] == [1, 2, 3, 4]
+
+
 def test_what_is_no_real_number_is_refused_as_a_metric() -> None:
     """Texts that spell one too, and numbers that no float can hold, before they are recorded."""
     texts = [np.str_("0.5"), np.bytes_(b"1"), np.array("a"), np.array(None)]

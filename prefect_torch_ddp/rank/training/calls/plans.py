@@ -16,7 +16,7 @@ from prefect_torch_ddp.data.sampler import (
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.training.calls.passes import Passes
-from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Position
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ class Plan(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments that are equal on all ranks; can be written as JSON."""
+        ...
+
+    def has_more(self, position: Position) -> bool:
+        """Tell whether the call that is at this position has steps left."""
         ...
 
     def enter(self, progress: LoopProgress, loop: int) -> None:
@@ -76,6 +80,10 @@ class OverLoader:
             **{name: value for name, value in lengths.items() if value < math.inf},
         }
 
+    def has_more(self, position: Position) -> bool:
+        """Tell whether epochs and steps are left."""
+        return position.loop_epoch < self.epochs and position.loop_step < self.total
+
     def enter(self, progress: LoopProgress, loop: int) -> None:
         """Enter the call."""
         loader = self.loader
@@ -98,7 +106,7 @@ class OverLoader:
         self, progress: LoopProgress, compare: Callable[[int, str], None]
     ) -> Iterator[tuple[Any, BatchShare]]:
         """Yield the batches of one epoch after the other."""
-        while progress.position.loop_epoch < self.epochs and not self._is_done(progress):
+        while self.has_more(progress.position):
             order = self.loader.order_of(progress.position.epoch)
             if self.batches.own_order is not None:  # else it was compared when the call began
                 compare(progress.position.epoch, order)
@@ -106,12 +114,9 @@ class OverLoader:
             at = progress.position
             for batch, share in self.loader.lockstep(at.epoch, at.batch):
                 yield batch, share
-                if self._is_done(progress):
+                if progress.position.loop_step >= self.total:
                     return  # before it loads another one
             progress.end_epoch()
-
-    def _is_done(self, progress: LoopProgress) -> bool:
-        return progress.position.loop_step >= self.total
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,10 @@ class Counted:
     def describe(self) -> dict[str, Any]:
         """Return the length, and whether there is a loader."""
         return {"a loader": self.passes is not None, "total": self.total}
+
+    def has_more(self, position: Position) -> bool:
+        """Tell whether steps are left."""
+        return position.loop_step < self.total
 
     def enter(self, progress: LoopProgress, loop: int) -> None:
         """Enter the call."""
@@ -142,7 +151,7 @@ class Counted:
         if passes is not None and num_done < self.total:
             passes.begin(continues=num_done > 0)
         try:
-            while progress.position.loop_step < self.total:
+            while self.has_more(progress.position):
                 yield progress.step + 1 if passes is None else passes.take(), WITHOUT_DATA
         finally:
             if passes is not None:

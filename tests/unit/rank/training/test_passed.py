@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -71,6 +72,56 @@ def test_a_training_that_stopped_early_by_a_break_adds_nothing(
 ) -> None:
     """It had ended, so that it doesn't matter where its code breaks off now."""
     assert [stopping_early(tmp_path, asks=asks) for _ in range(3)] == [12, 12, 12]
+
+
+@pytest.mark.parametrize("length", ["epochs", "total"])
+def test_a_call_that_had_made_all_its_steps_continues_if_it_is_asked_for_more(
+    length: str, tmp_path: Path
+) -> None:
+    """Also if its checkpoint was requested after it, in another run and in the same one."""
+
+    def made(run_id: str, num: int, resume_from: str | None = None, *, leaves: bool = False) -> int:
+        with RankContext.local(
+            storage=tmp_path, checkpoint=ON_DEMAND, run_id=run_id, resume_from=resume_from
+        ) as ctx:
+            total = Tracked()
+            ctx.track(total=total)
+            loader = ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=2)
+            given = {"epochs": num} if length == "epochs" else {"total": 2 * num}
+            begins_at = ctx.step
+            for _ in ctx.steps(loader, **given):
+                total.value += 1
+                if leaves:
+                    break
+            ctx.checkpoint(force=True)
+            assert total.value == ctx.step
+            return ctx.step - begins_at
+
+    assert [made("a", 2), made("a", 2), made("a", 3), made("a", 3)] == [4, 0, 2, 0]
+    assert [made("b", 5, "a"), made("b", 5)] == [4, 0]
+    assert [made("left", 2, leaves=True), made("left", 3)] == [1, 0]
+
+
+def test_an_epochs_end_is_known_after_a_resume(tmp_path: Path) -> None:
+    """Code after a call of `steps` that asks for it does the same as before."""
+
+    def ends(dies_at: int | None = None) -> list[tuple[int, bool]]:
+        found = []
+        with RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP) as ctx:
+            ctx.track(total=Tracked())
+            for _ in range(3):
+                for _ in steps_over(ctx, size=2):
+                    if ctx.step == dies_at:
+                        raise InterruptedError
+                found.append((ctx.step, ctx.epoch_ended))
+        return found
+
+    with pytest.raises(InterruptedError):
+        ends(dies_at=5)
+    with pytest.raises(InterruptedError):
+        ends(dies_at=6)
+    assert ends()[-1] == (6, True)
+    assert ends() == [(6, True)] * 3
 
 
 def test_what_code_between_loops_reports_is_recorded_once(tmp_path: Path) -> None:

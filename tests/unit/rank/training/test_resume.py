@@ -2,6 +2,7 @@
 that are asked for oddly."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.generators import seed_rank
+from prefect_torch_ddp.rank.training import training_state
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.tracked import Tracked, steps_over
 
@@ -131,6 +134,64 @@ def test_a_schedules_own_length_is_the_checkpoints_which_the_log_says(
     assert made("longer", 20, resume_from="short") == 10
     says = "'schedule' continues with the checkpoint's T_max=10; T_max=20, which it was made with"
     assert says in caplog.text
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["a number", "a tensor"])
+def test_an_option_that_is_set_after_track_holds_in_each_of_several_calls(
+    as_tensor: bool, tmp_path: Path
+) -> None:
+    """Tracked objects are restored once more at the checkpoint's call, and what was set since the
+    first time is set again."""
+
+    def trained(lr: float | None, dies_at: int | None = None) -> set[tuple[float, float]]:
+        seen = set()
+        with RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP) as ctx:
+            model = nn.Linear(1, 1)
+            first: Any = torch.tensor(0.5) if as_tensor else 0.5
+            optimizer = torch.optim.SGD(model.parameters(), lr=first, momentum=0.9)
+            ctx.track(model=model, optimizer=optimizer)
+            (group,) = optimizer.param_groups
+            if lr is not None:
+                group["lr"] = torch.tensor(lr) if as_tensor else lr
+            for _ in range(3):
+                for _ in steps_over(ctx, size=2):
+                    if ctx.step == dies_at:
+                        raise InterruptedError
+                    seen.add((round(float(group["lr"]), 4), group["momentum"]))
+        return seen
+
+    with pytest.raises(InterruptedError):
+        trained(None, dies_at=4)
+    with pytest.raises(InterruptedError):
+        trained(0.25, dies_at=6)
+    assert trained(None) == {(0.25, 0.9)}
+
+
+def test_a_rank_is_seeded_before_its_generators_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a training on CPUs has no generator of CUDA's; that of the rank's own seed
+    stays, where all ranks would draw from equal ones."""
+    seeded = []
+
+    def note(seed: int, step: int, rank: int) -> None:
+        seeded.append(step)
+        seed_rank(seed, step, rank)
+
+    monkeypatch.setattr(training_state, "seed_rank", note)
+    drawn = []
+    for dies_at in (3, None):
+        with (
+            pytest.raises(InterruptedError) if dies_at else nullcontext(),
+            RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP) as ctx,
+        ):
+            ctx.track(total=Tracked())
+            for _ in steps_over(ctx, num_samples=3):
+                if ctx.step == dies_at:
+                    raise InterruptedError
+                drawn.append(torch.rand(()).item())
+    assert seeded == [0, 2]
+    assert len({*drawn}) == len(drawn) == 3
 
 
 def test_what_no_scheduler_sets_is_as_it_was_given_between(
