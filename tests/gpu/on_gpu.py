@@ -59,7 +59,7 @@ def cuda_without_group() -> tuple[str, float]:
 def partly_trained() -> nn.Module:
     """Return a model whose bias isn't trained."""
     model = nn.Linear(2, 1).cuda()
-    model.bias.requires_grad_(False)
+    model.bias.requires_grad_(requires_grad=False)
     return model
 
 
