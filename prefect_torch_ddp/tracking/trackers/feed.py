@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from pydantic_core import from_json, to_json
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, records_since
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.follow import INTERVAL_S, FollowedRun
@@ -88,11 +90,7 @@ class Feeder:
         is_last = False
         while not is_last:
             is_last = over.is_set()
-            try:
-                self._find_runs()
-                self._say(Told(self._tracker, "", is_last=is_last))
-            except PrefectTorchDdpError as error:
-                self._say(Told(self._tracker, "", str(error), is_last))
+            self._say(Told(self._tracker, "", _trouble_of(self._find_runs), is_last))
             for run in self._runs.values():
                 if is_last or not run.is_whole:
                     self._look(run, is_last=is_last)
@@ -111,19 +109,24 @@ class Feeder:
             self._known.add(record.key)
 
     def _look(self, run: FollowedRun, *, is_last: bool) -> None:
-        trouble = ""
-        try:
-            run.look(is_last=is_last)
-        except PrefectTorchDdpError as error:
-            trouble = str(error)
-        except Exception as error:  # noqa: BLE001 - a tracker's package may raise anything
-            trouble = f"{type(error).__name__}: {error}"
+        trouble = _trouble_of(partial(run.look, is_last=is_last))
         self._say(Told(self._tracker, run.run_id, trouble, is_last, run.tracker.url))
 
     def _say(self, told: Told) -> None:
         if self._told.get(told.run_id) != told:
             self._told[told.run_id] = told
             self._tell(told)
+
+
+def _trouble_of(work: Callable[[], object]) -> str:
+    """Do some work with a tracker; return why it failed, or nothing."""
+    try:
+        work()
+    except PrefectTorchDdpError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - a tracker's package may raise anything
+        return without_credentials(f"{type(error).__name__}: {error}")
+    return ""
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from prefect_torch_ddp.tracking.trackers.tracker import TrackerPosition
 
 REPLACED_TAG = "prefect_torch_ddp.replaced_run_id"
 MARK_TAG = "prefect_torch_ddp.mark"
+CAUSE_TAG = "prefect_torch_ddp.cause"
 STATUS = {
     "training": "RUNNING",
     "completed": "FINISHED",
@@ -53,12 +54,13 @@ class MlflowTracker:
         import mlflow  # noqa: PLC0415 - optional and heavy
 
         self._mlflow: Any = mlflow
-        self._client: Any = mlflow.MlflowClient()
         self._names: dict[str, str] = {}
         """MLflow's names of the metrics, by ours."""
         self._run: Any = None
         name = os.environ.get(NAME_VARIABLE)
-        self._models = RegisteredModels(mlflow, storage, name) if name else None
+        with self._errors():  # a client opens the database, or refuses the address
+            self._client: Any = mlflow.MlflowClient()
+            self._models = RegisteredModels(mlflow, storage, name) if name else None
 
     @property
     def url(self) -> str:
@@ -161,10 +163,12 @@ class MlflowTracker:
             self._client.log_batch(self._run.info.run_id, metrics=metrics)
 
     def _put_tags(self, record: RunRecord) -> None:
-        there = self._run.data.tags
-        for name, value in _tags(record).items():
+        there, tags = self._run.data.tags, _tags(record)
+        for name, value in tags.items():
             if there.get(name) != value:
                 self._client.set_tag(self._run.info.run_id, name, value)
+        if CAUSE_TAG in there and CAUSE_TAG not in tags:  # what failed was tried again
+            self._client.delete_tag(self._run.info.run_id, CAUSE_TAG)
 
     def _put_status(self, record: RunRecord) -> None:
         info, status, ended = self._run.info, STATUS[record.state], record.ended

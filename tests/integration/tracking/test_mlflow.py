@@ -147,7 +147,8 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     everything."""
     storage = DirectoryStorage(tmp_path)
     done = {"state": "failed", "ended": datetime.now(UTC), "cause": "ValueError: boom"}
-    write_record(storage, record_of(storage, "outage").model_copy(update=done))
+    record = record_of(storage, "outage").model_copy(update=done)
+    write_record(storage, record)
     sync = ["-m", "prefect_torch_ddp", "sync", "latest", "--tracker", "mlflow", "--storage"]
     away = replace(
         server,
@@ -167,6 +168,16 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     (run,) = json.loads(server.run("-c", SERIES, "outage"))[1]
     assert run[1] == "FAILED"
     assert run[4]["prefect_torch_ddp.cause"] == "ValueError: boom"
+    completed = {"state": "completed", "ended": datetime.now(UTC), "cause": ""}
+    write_record(storage, record.model_copy(update=completed))
+    server.run(*sync, str(tmp_path))
+    (run,) = json.loads(server.run("-c", SERIES, "outage"))[1]
+    assert run[1] == "FINISHED"
+    assert "prefect_torch_ddp.cause" not in run[4], "it was tried again"
+    typo = {**server.environment, "MLFLOW_TRACKING_URI": "mlflow:5000"}
+    said = replace(server, environment=typo).run(*sync, str(tmp_path), status=2)
+    assert "MLflow at mlflow:5000 failed: " in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.more

@@ -74,6 +74,32 @@ def test_the_runs_of_the_flow_run_are_fed() -> None:
     ]
 
 
+def test_a_tracker_that_fails_to_open_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of its package's own, which the flow is told without a password."""
+    shelf, told, over = Shelf(), [], threading.Event()
+    say(shelf, "ours")
+    opened = []
+
+    def opens(*_: object) -> Page:
+        opened.append(1)
+        if len(opened) == 1:
+            msg = "no answer from http://user:hunter2@tracker"
+            raise RuntimeError(msg)
+        return Page()
+
+    monkeypatch.setattr(feeding, "open_tracker", opens)
+    monkeypatch.setattr(over, "wait", lambda _: over.set())
+    feeder(shelf, told).work(over)
+    trouble, *later = told
+    assert trouble.trouble.startswith("RuntimeError: no answer from http://")
+    assert "hunter2" not in trouble.trouble
+    assert later == [
+        Told("x", "ours"),
+        Told("x", "", is_last=True),
+        Told("x", "ours", is_last=True, url=Page.url),
+    ]
+
+
 def test_news_are_told_once(followed: type[Followed], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trouble, its end, and the last sync."""
     shelf, told, over = Shelf(), [], threading.Event()
