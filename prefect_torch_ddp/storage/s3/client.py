@@ -186,13 +186,22 @@ def connect(location: S3Location) -> Any:
         signature_version=UNSIGNED if location.anonymous else None,
         **_checksums(location, session.get_scoped_config()),
     )
-    client = session.create_client(
-        "s3",
-        endpoint_url=location.endpoint_url,
-        region_name=location.region,
-        verify=location.verify,
-        config=config,
-    )
+    try:
+        client = session.create_client(
+            "s3",
+            endpoint_url=location.endpoint_url,
+            region_name=location.region,
+            verify=location.verify,
+            config=config,
+        )
+    except ValueError as error:
+        if not str(error).startswith("Invalid endpoint"):
+            raise
+        msg = (
+            f"the endpoint of {location.uri} can't be used; write it like https://host:9000, in "
+            "AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3, ~/.aws/config or the block"
+        )
+        raise InvalidParamsError(msg) from None  # botocore's text has its password, if any
     client.meta.events.register("after-call.s3", _note_route)
     return client
 

@@ -108,6 +108,27 @@ def test_no_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "no such AWS profile" in error_of(missing_profile.read, "object")
 
 
+@pytest.mark.parametrize("place", ["variable", "profile"])
+def test_an_endpoint_that_cannot_be_is_refused_by_name(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is used, without the password that it may have."""
+    forget_aws(monkeypatch, tmp_path)
+    endpoint = f"user:{SECRET}@localhost:9000"
+    if place == "variable":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    else:
+        config = tmp_path / "config"
+        config.write_text(f"[default]\nendpoint_url = {endpoint}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    keys = {"access_key_id": "k", "secret_access_key": "s", "region": "us-east-1"}
+    with pytest.raises(
+        InvalidParamsError, match=r"can't be used; write it like https://"
+    ) as caught:
+        S3Storage("bucket", **keys).read("object")
+    assert SECRET not in str(caught.value)
+
+
 def test_secrets_are_not_shown() -> None:
     """Neither repr nor str shows what a log must not hold; pickle carries it."""
     storage = S3Storage("b", access_key_id="k", secret_access_key=SECRET, session_token=SECRET)
