@@ -258,7 +258,9 @@ def _explained(verb: str, path: Path) -> Iterator[None]:
             raise ObjectNotFoundError(msg) from error
         way_out = WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
         if error.errno in NO_RIGHTS:
-            way_out += f"; {_whose(path)}"
+            # Not always the path: what is written is first a file in another folder.
+            refused = error.filename2 or error.filename or path
+            way_out += f"; {_whose(Path(os.fsdecode(refused)))}"
         msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
         raise StorageError(msg) from error
 

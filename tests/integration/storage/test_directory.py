@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -131,6 +132,18 @@ def _without_rights(storage, operation, *arguments):
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     return getattr(storage, operation)(*arguments)
+
+
+def test_the_folder_that_lacks_rights_is_named():
+    """What is written is first a file in .tmp, which is another user's in a shared directory."""
+    with TemporaryDirectory() as folder:  # tmp_path is in a folder that only its user may enter
+        Path(folder).chmod(0o755)
+        storage = DirectoryStorage(Path(folder) / "shared")
+        storage.write("kept", b"1")
+        storage.root.chmod(0o777)
+        (storage.root / ".tmp").chmod(0o555)
+        with pytest.raises(StorageError, match=rf"{storage.root}/\.tmp has dr-xr-xr-x, user "):
+            in_processes([(_without_rights, storage, "write", "new", b"1")])
 
 
 @pytest.mark.parametrize(
