@@ -122,7 +122,9 @@ def svg_image(caption: str, width: float, height: float, drawn: Iterable[str]) -
         f' viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12"'
         f' fill="currentColor"><style>{_COLOURS}</style>{"".join(drawn)}</svg>'
     )
-    return f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+    return (
+        f"![{text(caption)}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+    )
 
 
 def svg_text(x: float | str, y: float, words: str, look: str = "", anchor: str = "middle") -> str:

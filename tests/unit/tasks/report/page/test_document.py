@@ -9,6 +9,7 @@ from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.page.document import render_document
 from prefect_torch_ddp.tasks.report.page.headline import RunView
 from prefect_torch_ddp.tasks.report.page.links import Links, report_key, runs_key
+from prefect_torch_ddp.tasks.report.page.plot import render_together
 from prefect_torch_ddp.tasks.report.page.run_list import render_runs
 from prefect_torch_ddp.tasks.report.page.sections import render_page
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -52,6 +53,16 @@ class Reader(HTMLParser):
 
     def values(self, tag: str, name: str) -> list[str]:
         return [str(attrs.get(name)) for each, attrs in self.tags if each == tag]
+
+
+@pytest.mark.parametrize("name", ["error [0,1)", "loss]", "a`b", "![x](y"])
+def test_a_picture_is_shown_whatever_its_metric_is_called(name: str) -> None:
+    """Its name is no part of the markdown around it."""
+    panel = {"run": [(1, 1.0), (2, 2.0), (3, 1.5)]}
+    page = Reader(render_document(render_together(name, panel, []), "a sweep"))
+    (source,) = page.values("img", "src")
+    assert source.startswith("data:image/svg+xml")
+    assert not page.values("a", "href")
 
 
 @pytest.mark.parametrize("links", [Links("http://ui.example", ROOT, "runs/r/report.html"), Links()])
