@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -19,7 +19,7 @@ from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.doctor import on_worker
 from prefect_torch_ddp.doctor.cluster_file import look_before_jobs, read_cluster_file
 from prefect_torch_ddp.doctor.on_worker import WorkerFacts
-from prefect_torch_ddp.errors import InvalidParamsError, PrefectTorchDdpError
+from prefect_torch_ddp.errors import InvalidParamsError, PrefectTorchDdpError, StorageError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
 from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
@@ -165,13 +165,18 @@ class Doctor:
         content = bytes(TRIAL_BYTES)
         storage.check_writable()
         started_s = time.monotonic()
-        storage.write(key, content)
-        written_s = time.monotonic()
-        storage.read(key)
-        read_s = time.monotonic()
-        if client is not None and workers:
-            found = client.run(on_worker.fails_to_use, storage, key, workers=list(workers))
-            self.problems += [f"worker {worker} {why}" for worker, why in found.items() if why]
+        try:
+            storage.write(key, content)
+            written_s = time.monotonic()
+            storage.read(key)
+            read_s = time.monotonic()
+            if client is not None and workers:
+                found = client.run(on_worker.fails_to_use, storage, key, workers=list(workers))
+                self.problems += [f"worker {worker} {why}" for worker, why in found.items() if why]
+        except BaseException:
+            with suppress(StorageError):  # the first fault is the one to report
+                storage.delete(key)
+            raise
         storage.delete(key)
         speeds = [TRIAL_BYTES / MIB / each for each in (written_s - started_s, read_s - written_s)]
         words = "the storage %s honours conditional writes; from here it writes %.0f and reads %.0f"
