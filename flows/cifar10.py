@@ -121,7 +121,7 @@ def make_schedule(
     if options.schedule == "constant":
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     return torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=num_steps, last_epoch=done - 1
+        optimizer, options.lr, total_steps=max(num_steps, done), last_epoch=done - 1
     )
 
 

@@ -42,8 +42,9 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(UNet(options.channels))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
+    num_steps = max(options.epochs * len(loader), ctx.step)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
+        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
     )
     for batch in ctx.steps(loader, epochs=options.epochs):
         steps = batch["height"].to(ctx.device)

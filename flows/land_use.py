@@ -64,7 +64,7 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
         optimizer,
         options.lr,
-        total_steps=options.epochs * len(loader),
+        total_steps=max(options.epochs * len(loader), ctx.step),
         cycle_momentum=options.optimizer == "adamw",
         last_epoch=ctx.step - 1,
     )

@@ -53,8 +53,9 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(Net(options))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
+    num_steps = max(options.epochs * len(loader), ctx.step)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
+        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
     )
     for given in ctx.steps(loader, epochs=options.epochs):
         batch = {name: values.to(ctx.device) for name, values in given.items()}

@@ -49,8 +49,9 @@ def train(ctx: RankContext) -> dict[str, float | None]:
     validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
     ctx.track(model=model, optimizer=optimizer)
+    num_steps = max(options.epochs * len(loader), ctx.step)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=options.epochs * len(loader), last_epoch=ctx.step - 1
+        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
     )
 
     for images, targets in ctx.steps(loader, epochs=options.epochs):

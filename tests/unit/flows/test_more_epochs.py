@@ -72,3 +72,4 @@ def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path:
     whole = rates("whole", 2)
     assert len(later) == len(whole) - num_short > 1
     assert later[1:] == pytest.approx(whole[num_short + 1 :], rel=1e-6)
+    assert rates("no more", 1, "longer") == []
