@@ -183,6 +183,16 @@ def train_until_enough(ctx: RankContext, folder: str) -> int:
     return ctx.step
 
 
+def train_or_hang(ctx: RankContext, folder: str) -> None:
+    """Train as `train_until_enough` does; in a folder named so, hang in the first step."""
+    if not folder.endswith("hangs"):
+        train_until_enough(ctx, folder)
+        return
+    for _ in ctx.steps(total=2):
+        write_pid(folder, ctx.rank)
+        hang("sleep")
+
+
 def count_until_enough(ctx: RankContext, folder: str, how: str) -> int:
     """Count steps as `train_until_enough` does, in one of these loops: "own", which asks
     `ctx.due`; "deaf", which doesn't save what `ctx.due` asks for; or "total", a call of

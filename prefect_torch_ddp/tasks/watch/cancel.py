@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
@@ -110,30 +110,56 @@ def stop_task(
     why: str = "cancelled",
     cause: BaseException | None = None,
 ) -> str:
-    """Cancel a task's Dask key, which its gang notices, and wait for the task run's end.
+    """Stop one task, as `stop_tasks` does; return what its task run says about its end."""
+    (said,) = stop_tasks([(task, grace_s)], why, cause)
+    return said
+
+
+def stop_tasks(
+    tasks: Sequence[tuple[PrefectDaskFuture[Any], float]],
+    why: str = "cancelled",
+    cause: BaseException | None = None,
+) -> list[str]:
+    """Cancel the tasks' Dask keys, which their gangs notice, and wait for the task runs' ends.
 
     The cluster must live so long.
 
     Args:
-        task: a submitted task's future.
-        grace_s: how long it gets to end.
-        why: what became of its flow, cancelled or suspended.
+        tasks: submitted tasks' futures, each with how long it gets to end; at least one.
+        why: what became of their flow, cancelled or suspended.
         cause: what the flow left its wait by, if anything.
 
     Returns:
-        What the task run says about it.
+        What each task run says about it.
     """
-    gets = "the task gets %g s to end, a training after one step and saved"
-    run_logger().warning(f"{why}: {gets}; {_again(cause)} ends it at once", grace_s)
-    if task.wrapped_future.status == "pending":
-        task.wrapped_future.cancel(force=True)
+    _warn(len(tasks), max(grace_s for _, grace_s in tasks), f"{why}:", _again(cause))
+    # All before the first wait, and by one message. Prefect kills the process of a run that it
+    # cancels, and one that is stopped lets another that waits for its workers begin.
+    started_s = time.monotonic()
+    pending = [each.wrapped_future for each, _ in tasks if each.wrapped_future.status == "pending"]
+    if pending:
+        pending[0].client.cancel(pending, force=True)
+    said: list[str] = []
     with get_client(sync_client=True) as client:
         try:
-            return _await_end(client, task.task_run_id, grace_s, why)
+            for task, grace_s in tasks:
+                said.append(_await_end(client, task.task_run_id, started_s, grace_s, why))
         except SIGNALS:
-            # Pressed again: the cluster goes at once, and nobody else would close the task run.
-            _close(client, task.task_run_id, why)
+            # Pressed again: the cluster goes at once, and nobody else would close the task runs.
+            for task, _ in tasks[len(said) :]:
+                _close(client, task.task_run_id, why)
             raise
+    return said
+
+
+def _warn(num_tasks: int, grace_s: float, why: str, again: str) -> None:
+    say = run_logger().warning
+    if num_tasks == 1:
+        gets = "the task gets %g s to end, a training after one step and saved"
+        say(f"{why} {gets}; {again} ends it at once", grace_s)
+    else:
+        get = "%d tasks get up to %g s to end, trainings after one step and saved"
+        say(f"{why} {get}; {again} ends them at once", num_tasks, grace_s)
 
 
 def _again(cause: BaseException | None) -> str:
@@ -151,10 +177,13 @@ def run_logger() -> Any:
         return logger
 
 
-def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float, why: str) -> str:
-    started_s = time.monotonic()
+def _await_end(
+    client: SyncPrefectClient, task_run_id: UUID, started_s: float, grace_s: float, why: str
+) -> str:
+    """Wait for a task run's end; return what it says about it."""
     has_begun = False
-    while time.monotonic() - started_s < (grace_s if has_begun else 0) + SLACK_S:
+    while True:
+        # At least once: the wait for another task's end may have taken all the time.
         state = _state_of(client, task_run_id)
         if state is not None and state.is_final():
             return state.message or ""
@@ -162,6 +191,8 @@ def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float, why
             _close(client, task_run_id, why)
             return "its task waited for a retry"
         has_begun |= state is not None
+        if time.monotonic() - started_s >= (grace_s if has_begun else 0) + SLACK_S:
+            break
         time.sleep(LOOK_S)
     _close(client, task_run_id, why)
     return "its task did not say how it ended" if has_begun else "its task had not begun"

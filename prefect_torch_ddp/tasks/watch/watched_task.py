@@ -29,7 +29,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.gang.liveness import own_task_watch
-from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
+from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_tasks
 from prefect_torch_ddp.tasks.watch.cancel_request import (
     cancel_request,
     close_cancelled,
@@ -39,6 +39,9 @@ from prefect_torch_ddp.tasks.watch.task_watch import CALLED_EVERY_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
 R = TypeVar("R")
+
+TASKS = "prefect_torch_ddp_tasks"
+"""The attribute of a task runner's stack that holds the tasks that its flow submitted."""
 
 logger = logging.getLogger(__name__)
 
@@ -261,22 +264,23 @@ class WatchedFutures(PrefectFutureList[R]):
 
 
 def _stop_if_left(
-    future: PrefectDaskFuture[Any],
-    grace_s: float,
+    tasks: list[tuple[PrefectDaskFuture[Any], float]],
     is_suspended: Callable[[], bool],
     run_id: UUID | None,
     left_by: BaseException | None,
 ) -> None:
-    # The flow leaves it by Ctrl-C, SIGTERM, a suspension or an error; the cluster closes next, and
-    # would cut its ranks short.
-    if future.wrapped_future.status != "pending":
+    # The flow leaves them by Ctrl-C, SIGTERM, a suspension or an error; the cluster closes next,
+    # and would cut their ranks short.
+    left = [each for each in tasks if each[0].wrapped_future.status == "pending"]
+    tasks.clear()
+    if not left:
         return
     try:
-        stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled", left_by)
+        stop_tasks(left, "suspended" if is_suspended() else "cancelled", left_by)
         close_cancelled(run_id)
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
-        words = "task run %s could not be stopped gracefully: %s"
-        logger.warning(words, future.task_run_id, trouble)
+        words = "task runs %s could not be stopped gracefully: %s"
+        logger.warning(words, ", ".join(str(each.task_run_id) for each, _ in left), trouble)
 
 
 def watched(made: Any, grace_s: float) -> Any:
@@ -300,7 +304,11 @@ def watched(made: Any, grace_s: float) -> Any:
         stack = context.task_runner._exit_stack  # noqa: SLF001
         # The context of the flow run is left before that.
         run_id = run_without_runner()
-        stack.push(lambda _, error, __: _stop_if_left(made, grace_s, is_suspended, run_id, error))
+        # One list a stack: the first of these calls, which is the one pushed last, stops all. So
+        # no tracker's feed that was begun for one of them ends before.
+        tasks = vars(stack).setdefault(TASKS, [])
+        tasks.append((made, grace_s))
+        stack.push(lambda _, error, __: _stop_if_left(tasks, is_suspended, run_id, error))
         return future
     return made  # a state, or another runner's future
 

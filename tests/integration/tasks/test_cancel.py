@@ -30,7 +30,7 @@ from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train_run import run_id_of
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled, stop_task
-from tests.support.gangs import pids_in
+from tests.support.gangs import alive, pids_in
 from tests.support.runs import (
     events_of,
     logs_of,
@@ -39,6 +39,7 @@ from tests.support.runs import (
     states_of,
     states_passed,
     task_runs_of,
+    train_states,
 )
 from tests.support.waiting import HANG_S, wait_until
 
@@ -86,6 +87,33 @@ def of_a_user(folder: str) -> None:
 
 if __name__ == "__main__":
     of_a_user(sys.argv[1])
+"""
+
+MAPPED = """
+import sys
+from pathlib import Path
+from prefect import flow
+from prefect.futures import wait
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import CheckpointParams, ddp_task
+from tests.workloads import hanging
+
+train = ddp_task(
+    world_size=1,
+    storage=sys.argv[2],
+    checkpoint=CheckpointParams(every_steps=50, every_s=None),
+    stop_grace_s=250.0,
+    progress_timeout_s=None,
+)(hanging.train_or_hang).with_options(name="train")
+
+CLUSTER = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
+
+@flow(name="mapped", task_runner=DaskTaskRunner(cluster_kwargs=CLUSTER))
+def mapped(folders: list[str]) -> None:
+    wait(train.map(folders))
+
+if __name__ == "__main__":
+    mapped(sorted(map(str, Path(sys.argv[1]).iterdir())))
 """
 
 WITHIN_A_TASK = """
@@ -461,6 +489,35 @@ def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> No
     assert "the newest checkpoint is of step" in message
     why = "suspended" if how == "suspended" else "cancelled"
     assert f"{why}: the task gets" in (tmp_path / "said").read_text()
+
+
+@pytest.mark.long
+def test_all_tasks_that_a_flow_leaves_are_stopped_at_the_same_time(tmp_path: Path) -> None:
+    """One that trains saves, though two others use up their grace; a second Ctrl-C ends those.
+
+    It heard only after the others had ended, and the second Ctrl-C left the wait for one of them.
+    """
+    folders = [tmp_path / "each" / name for name in ("0-trains", "1-hangs", "2-hangs")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    given = str(tmp_path / "each"), str(tmp_path / "store")
+    with flow_process(tmp_path, *given, text=MAPPED) as process:
+        trains, *hang = [pids_in(folder, 1) for folder in folders]
+        wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
+        os.killpg(process.pid, signal.SIGINT)
+        wait_until_gone(trains)
+        for pids in hang:
+            assert alive(pids) == pids
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+        wait_until_gone([*hang[0], *hang[1]])
+    said = (tmp_path / "said").read_text()
+    assert "cancelled: 3 tasks get up to 250 s to end" in said
+    assert said.count("Ctrl-C again ends them at once") == 1
+    flow_run_id, _ = newest_run()
+    wait_until(lambda: train_states(flow_run_id) == ["Cancelled"] * 3)
+    (run,) = {each.parents[3].name for each in (tmp_path / "store").rglob("manifest.json")}
+    assert steps_saved(tmp_path, run)[-1] % 50
 
 
 @pytest.mark.long
