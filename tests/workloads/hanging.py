@@ -183,6 +183,15 @@ def train_until_enough(ctx: RankContext, folder: str) -> int:
     return ctx.step
 
 
+def train_enough(ctx: RankContext, folder: str) -> int:
+    """Train as `train_until_enough` does, and refuse a model of a training that was cut short."""
+    step = train_until_enough(ctx, folder)
+    if not Path(folder, "enough").exists():
+        msg = "trained too little"
+        raise ValueError(msg)
+    return step
+
+
 def train_or_hang(ctx: RankContext, folder: str) -> None:
     """Train as `train_until_enough` does; in a folder named so, hang in the first step."""
     if not folder.endswith("hangs"):

@@ -27,11 +27,13 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import StopSwitch
 from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
 from prefect_torch_ddp.gang.caller.verdict.root_cause import (
+    SILENT_SETTLE_S,
     cancelled,
     early_return,
     error_for,
     identical_s,
     judge,
+    only_stopped,
     settle_s,
     stopped_unasked,
 )
@@ -156,13 +158,15 @@ class Supervisor:
 
     async def _raise_if_broken(self, stop: StopSwitch) -> None:
         attempt = self._plan.attempt
+        if self._failures and not (stop.why or self._broken):
+            await self._settle()
+            await self._until_stop_explained()
         self._raise_if_stopped(stop)
         if self._broken is not None:
             raise self._broken
         if self._hang.stall is not None:
             raise self._hang.error(attempt)
         if self._failures:
-            await self._settle()
             raise error_for(judge(self._failures, self._ended_places()), attempt)
         if self._hang.waits_in_vain is not None:
             cause = early_return(self._ended_places(), self._hang.waits_in_vain)
@@ -174,14 +178,35 @@ class Supervisor:
         if stop.why:
             raise cancelled(plan.name, f"stopped by {stop.why}", stopped)
         was_cancelled = isinstance(self._broken, GangCancelledError)
-        if was_cancelled or (stopped and not self._failures and self._broken is None):
-            why_ended = next(filter(None, (agent.news.why_ended for agent in self._agents)), "")
-            places = self._placement.places
+        if self._failures and not self._is_stop_explained:
+            return
+        if was_cancelled or (self._broken is None and only_stopped(stopped, self._failures)):
+            why_ended, places = self._why_agent_ended, self._placement.places
             if self._growth.why and not why_ended and not was_cancelled:
                 after = f"all ranks stopped after step {stopped[0].stopped.step}"
                 msg = f"{self._growth.why}; {after}"
                 raise GangGrowsError(msg)
             raise stopped_unasked(plan, stopped, places, why_ended, was_cancelled=was_cancelled)
+
+    @property
+    def _why_agent_ended(self) -> str:
+        return next(filter(None, (agent.news.why_ended for agent in self._agents)), "")
+
+    @property
+    def _is_stop_explained(self) -> bool:
+        is_terminated = any(event.stopped.by == "SIGTERM" for event in self._stopped)
+        return bool(self._growth.why or self._why_agent_ended) or is_terminated
+
+    async def _until_stop_explained(self) -> None:
+        """Wait shortly for why ranks that failed after they stopped had to stop.
+
+        The agent of a worker that leaves says so; the failure may be heard of first.
+        """
+        until_s = time.monotonic() + SILENT_SETTLE_S
+        while only_stopped(self._stopped, self._failures) and not self._is_stop_explained:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                break
+            await self._news(left_s)
 
     def _ended_places(self) -> Sequence[RankPlace]:
         return [place for place in self._placement.places if place.rank in self._ended]

@@ -55,7 +55,11 @@ def _reach_lifetime(dask_worker: Worker) -> None:
 
 @contextmanager
 def training(
-    client: Client, home: Path, every_steps: int | None = None, **options: Any
+    client: Client,
+    home: Path,
+    every_steps: int | None = None,
+    function: Callable[..., int] = hanging.train_until_enough,
+    **options: Any,
 ) -> Iterator["Future[list[int]]"]:
     """Train on two ranks, until told that it is enough, without any restart; give the future."""
     storage, folder = DirectoryStorage(home / "store"), home / "marks"
@@ -64,7 +68,7 @@ def training(
 
     def arguments(attempt: int) -> tuple[object, ...]:
         config = RankConfig("run", attempt, "task", storage, checkpoint=policy)
-        return config, hanging.train_until_enough, (str(folder),)
+        return config, function, (str(folder),)
 
     log = RunAttemptLog(storage, "run", knows_steps=True)
     call = {"args": arguments, "world_size": 2, "attempt_log": log, **options}
@@ -173,6 +177,31 @@ def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: 
     assert attempts_in(events) == [(1, 2), (2, 1), (3, 2), (4, 1)]
     assert {*resumed_from, last} <= set(saved_steps(tmp_path))
     assert all(event.is_move for event in events if isinstance(event, FailureRecord))
+
+
+@pytest.mark.long
+def test_code_that_refuses_a_training_cut_short_fails_no_gang_that_grows_or_leaves(
+    tmp_path: Path,
+) -> None:
+    """The gang grows without a restart, and a worker that leaves is named as the cause."""
+    events: list[GangEvent] = []
+    folder = tmp_path / "marks"
+    options = {"world_size": 1, "max_world_size": 2, "max_restarts": 1}
+    options |= {"function": hanging.train_enough, "on_event": events.append}
+    with own_cluster(1) as (cluster, client), training(client, tmp_path, 25, **options) as gang:
+        begun(folder, 1, 0)
+        with extra_worker(cluster, 2):
+            begun(folder, 2, 0)
+            pid, _ = begun(folder, 2, 1)
+            client.retire_workers([worker_of(client, pid)])
+            begun(folder, 3, 0)
+            (folder / "enough").touch()
+            gang.result(HANG_S)
+    assert attempts_in(events) == [(1, 1), (2, 2), (3, 1)]
+    grown, left = (event for event in events if isinstance(event, FailureRecord))
+    assert grown.is_move
+    assert "workers for 2 ranks instead of 1" in grown.summary
+    assert "was closed" in left.summary
 
 
 def test_a_gang_does_not_grow_onto_a_busy_worker(dask_client: Client, tmp_path: Path) -> None:

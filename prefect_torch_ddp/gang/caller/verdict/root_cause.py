@@ -53,6 +53,23 @@ def judge(
     return cause, *(failure for failure in failures if failure is not cause)
 
 
+def only_stopped(stopped: Sequence[RankStopped], failures: Sequence[RankFailure]) -> bool:
+    """Tell whether ranks stopped early, and failed at most as a consequence.
+
+    Code after the loop may find a model that isn't fully trained, and raise. A last checkpoint
+    that can't be written, and a rank that was killed, are failures for themselves.
+    """
+    ranks = {event.rank for event in stopped}
+    return bool(stopped) and all(
+        each.is_collateral or (each.rank in ranks and _is_of_user_code(each)) for each in failures
+    )
+
+
+def _is_of_user_code(failure: RankFailure) -> bool:
+    is_ours = failure.exception_type.startswith("prefect_torch_ddp.")
+    return failure.kind in ("exception", "exit") and not is_ours
+
+
 def early_return(
     returned: Sequence[RankPlace], waiting: int, collateral: Sequence[RankFailure] = ()
 ) -> RankFailure:
