@@ -12,6 +12,7 @@ from prefect.settings import PREFECT_UI_URL
 from prefect.utilities.urls import url_for
 from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, decide
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainReport
@@ -87,6 +88,7 @@ def evaluate_flow(
     Raises:
         InvalidParamsError: there is no record of such a run, or it isn't a run of train_flow.
         CheckpointError: the checkpoint no longer exists, or is damaged.
+        CancelledRun: the run was cancelled by Ctrl-C, SIGTERM or Prefect.
 
     Example:
         Score the newest checkpoint of a run that may still train:
@@ -96,7 +98,10 @@ def evaluate_flow(
             if __name__ == "__main__":
                 print(evaluate_flow(f"runs/runs/{run_id}").accuracy)
     """
-    run, point = Run.from_checkpoint(checkpoint, storage, cluster)
+    return quietly(lambda: _evaluated(*Run.from_checkpoint(checkpoint, storage, cluster)))
+
+
+def _evaluated(run: Run, point: ResumePoint) -> Report:
     params = run.params
     with _served(params):
         connect(params, run.storage)

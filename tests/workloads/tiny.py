@@ -78,9 +78,10 @@ def fail_if_told(ctx: RankContext, fault: Mapping[str, Any] | None = None) -> No
 
 
 def linger_if_told(ctx: RankContext, stage: str) -> None:
-    """Leave the rank's pid and wait for ever, if `options["linger"]` names this stage."""
+    """Leave the rank's pid and wait for ever, if `options["linger"]` names this stage; with a file
+    `while` in it, only if that is there."""
     linger = ctx.options.get("linger")
-    if linger and linger["stage"] == stage:
+    if linger and linger["stage"] == stage and Path(linger.get("while", "/")).exists():
         write_pid(linger["pids"], ctx.rank)
         while True:
             signal.pause()

@@ -57,6 +57,12 @@ if __name__ == "__main__":
     training = train_flow(TrainParams.model_validate_json(sys.argv[1])).training
     print("attempt", training.attempt, training.resumed_from_step)
 """
+EVALUATION = """
+import sys
+from prefect_torch_ddp import evaluate_flow
+if __name__ == "__main__":
+    evaluate_flow(sys.argv[1])
+"""
 USER_FLOW = """
 import sys
 from pathlib import Path
@@ -327,6 +333,23 @@ def test_cancel_of_a_run_that_does_not_train(
         if each["event"].endswith("training.finished")
     )
     assert (last["state"], last["resume_from"]) == ("cancelled", run_id)
+
+
+@pytest.mark.long
+def test_cancel_of_an_evaluation(tmp_path: Path, shared: ClusterParams) -> None:
+    """An evaluate_flow that is cancelled is Cancelled, as a train_flow is. It was Crashed."""
+    (tmp_path / "pids").mkdir()
+    linger = {"stage": "evaluate", "pids": str(tmp_path / "pids"), "while": str(tmp_path / "now")}
+    given = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store")}
+    trained = train_flow(TrainParams(**given, data_options={"linger": linger}, cluster=shared))
+    (tmp_path / "now").touch()
+    with flow_process(tmp_path, trained.checkpoint.uri, text=EVALUATION) as process:
+        ranks = ranks_of(tmp_path)
+        process.terminate()
+        wait_until_gone(ranks)
+        assert process.wait(HANG_S) != 0
+    check_task_cancelled(check_flow_cancelled("cancelled by SIGTERM"), "evaluate")
+    assert "CancelledRun" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.extended
