@@ -1,6 +1,6 @@
 """`train` and `resume`: run `train_flow`, with a Prefect server that is started if needed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,7 +124,8 @@ def resume(
     if still_trains(record):
         msg = f"run {run_id} still trains, or waits for a retry; cancel it first"
         raise InvalidParamsError(msg)
-    recorded, *_ = recorded_params(opened, run_id)
+    replaced = {*_names(changes), *(f"options.{name}" for name in options)}
+    recorded, *_ = recorded_params(opened, run_id, replaced)
     before = _before(recorded, changes)
     given = {
         **before,
@@ -157,13 +158,26 @@ def _before(recorded: "TrainParams", changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return changes; a group that is changed, at any depth, keeps its other values."""
+    """Return changes; a group that is changed, at any depth, keeps its other values.
+
+    Only an empty group replaces the whole of it.
+    """
     over = {}
     for name, value in changes.items():
         before = values.get(name)
         group = before if isinstance(before, dict) else {}
-        over[name] = {**group, **_over(group, value)} if isinstance(value, dict) else value
+        is_group = isinstance(value, dict) and bool(value)
+        over[name] = {**group, **_over(group, value)} if is_group else value
     return over
+
+
+def _names(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of what changes replace."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and value:
+            yield from _names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _check_workload(params: "TrainParams") -> None:

@@ -107,10 +107,10 @@ class Run:
         own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
         point = parse_resume_from(checkpoint, own, resolve_storage)
         point.manifest()
-        params, dataset, experiment = recorded_params(own, point.run_id)
         changes: dict[str, Any] = {"max_world_size": None}  # only a training grows
         if cluster is not None:
             changes |= {"cluster": cluster, "ranks_per_worker": None}
+        params, dataset, experiment = recorded_params(own, point.run_id, replaced=changes)
         params = params.model_copy(update=changes)
         params = with_ranks_placed(params)
         source, in_place = recorded_source(params, own, point.run_id, dataset)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -167,8 +167,16 @@ def cause_of(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {first}"[:MAX_CAUSE]
 
 
-def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, DatasetReport, str]:
+def recorded_params(
+    storage: Storage, run_id: str, replaced: Collection[str] = ()
+) -> tuple[TrainParams, DatasetReport, str]:
     """Return the parameters of a run of train_flow, its dataset and its experiment.
+
+    Args:
+        storage: of the run.
+        run_id: of the run.
+        replaced: dotted names of parameters that the caller replaces. What isn't on record of them
+            is left out.
 
     Raises:
         InvalidParamsError: it has no record, or an option was hidden; or as `recorded_dataset`.
@@ -178,12 +186,26 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, Dataset
     given = {"options": record.options, "data_options": record.data_options, **record.parameters}
     values = ((name, str(value)) for name, value in flat(given))
     lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
-    if lacks:
-        why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
+    if needed := [name for name in lacks if not _is_of(name, replaced)]:
+        why = f"{needed} is not on record: it looks like a secret, is long, or no plain value"
         msg = f"run {run_id} {UNUSABLE}: {why}"
         raise InvalidParamsError(msg)
-    params, _ = build_model(TrainParams, {**given, "seed": record.seed})
+    params, _ = build_model(TrainParams, {**_without(given, lacks), "seed": record.seed})
     return params, dataset, record.experiment
+
+
+def _is_of(name: str, groups: Collection[str]) -> bool:
+    """Tell whether a dotted name is one of the others, or below one."""
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+def _without(values: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return nested values without those of these dotted names."""
+    return {
+        name: _without(value, names, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if f"{prefix}{name}" not in names
+    }
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:

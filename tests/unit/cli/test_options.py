@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from prefect_torch_ddp import ClusterParams, DirectoryStorage, InvalidParamsError, TrainParams
 from prefect_torch_ddp.cli.app import app
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
-from prefect_torch_ddp.cli.train import _before, _over
+from prefect_torch_ddp.cli.train import _before, _names, _over
 from prefect_torch_ddp.records.run_record import write_record
 from tests.support.pages import BEGAN, RECORD
 
@@ -161,6 +161,20 @@ def test_a_changed_group_keeps_its_other_values_at_any_depth() -> None:
         "cluster": {**before["cluster"], "cluster_kwargs": {**kwargs, "memory": "16GB"}},
         "checkpoint": {"every_s": 5},
     }
+
+
+def test_an_empty_group_replaces_the_recorded_one() -> None:
+    """It was merged, so that nothing could empty a recorded mapping."""
+    before = {"cluster": {"cluster_class": "a.Cluster", "cluster_kwargs": {"queue": "gpu"}}}
+    changes = nested({"cluster.cluster_kwargs": {}}, "-p")
+    assert _over(before, changes) == {"cluster": {**before["cluster"], "cluster_kwargs": {}}}
+    assert _over(before, {"cluster": {}}) == {"cluster": {}}
+
+
+def test_what_changes_replace_is_named() -> None:
+    """Those values needn't be on record: `resume` leaves them out of it."""
+    changes = nested({"cluster.cluster_kwargs.api_token": "x", "checkpoint": {}, "seed": 1}, "-p")
+    assert [*_names(changes)] == ["cluster.cluster_kwargs.api_token", "checkpoint", "seed"]
 
 
 def test_a_run_of_its_own_cluster_is_placed_anew_on_another() -> None:

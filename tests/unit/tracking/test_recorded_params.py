@@ -7,7 +7,7 @@ import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.cli.train import resume
-from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.tracking.description import draft_record, recorded_params
 from tests.support.pages import DATASET
@@ -59,6 +59,24 @@ def test_what_is_not_on_record_is_named(
     put_on_record(storage, options, kind)
     with pytest.raises(InvalidParamsError, match=why):
         recorded_params(storage, "r")
+
+
+def test_what_is_replaced_need_not_be_on_record(tmp_path: Path) -> None:
+    """A hidden value is refused, also of an evaluation on another cluster, only if it is used."""
+    storage = DirectoryStorage(tmp_path)
+    kwargs = {"api_token": "x", "queue": "gpu"}
+    cluster = ClusterParams(cluster_class="a.Cluster", cluster_kwargs=kwargs)
+    params = TrainParams(storage=storage.uri, cluster=cluster, options={"token": "y", "epochs": 3})
+    about = {"workload": "w", "dataset": DATASET}
+    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    with pytest.raises(InvalidParamsError, match=r"\['cluster.cluster_kwargs.api_token'\] is not"):
+        recorded_params(storage, "r", ["options.token"])
+    known, *_ = recorded_params(storage, "r", ["cluster", "options.token"])
+    assert known.options == {"epochs": 3}
+    replaced = ["cluster.cluster_class", "cluster.cluster_kwargs.api_token", "options.token"]
+    same, *_ = recorded_params(storage, "r", replaced)
+    assert same == known
+    assert known.cluster.model_dump(exclude_unset=True)["cluster_kwargs"] == {"queue": "gpu"}
 
 
 @pytest.mark.parametrize("kind", ["a task's", "not prepared"])
