@@ -18,7 +18,7 @@ from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import failing
+from tests.workloads import failing, plain, write_pid
 
 RUN_WITH_CONTEXT: Any = Call("prefect_torch_ddp.rank.stages:run_with_context", takes_context=True)
 
@@ -95,6 +95,14 @@ def call_sleeping_gang(address: str, folder: str) -> None:
     """Run a gang as a separate caller, in a process that needs no torch."""
     with Client(address) as client:
         run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
+
+
+def call_releasable_gang(address: str, folder: str) -> list[int]:
+    """Run a gang as a separate caller, which leaves its pid; return in which attempt it ended."""
+    write_pid(folder, "caller")
+    with Client(address) as client:
+        call = {"args": (folder,), "world_size": 2, "max_restarts": 1}
+        return run_gang(client, plain.attempt_once_released, **call)
 
 
 def workers_of(client: Client) -> dict[str, psutil.Process]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.waiting import wait_until
 from tests.workloads import write_pid
 
 CONTRACT = (
@@ -268,3 +269,10 @@ def meet_until(folder: str) -> float:
     total = torch.ones(1)
     dist.all_reduce(total, group=dist.new_group(backend="gloo"))
     return float(total)
+
+
+def attempt_once_released(folder: str) -> int:
+    """Wait for the file `release`; return how many attempts were made before this one."""
+    write_pid(folder, os.environ["RANK"])
+    wait_until(Path(folder, "release").exists)
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -355,7 +355,6 @@ class Supervisor:
                 f"worker {address} was lost after its ranks had returned, and their values with it"
             )
             raise WorkerLostError(msg) from error
-        if not part:
-            msg = f"the agent on {address} was cancelled from outside"
-            raise GangCancelledError(msg)
+        if not part:  # cancelled, or it left because its worker closes or its caller was silent
+            raise await self._why_gone(agent)
         return part

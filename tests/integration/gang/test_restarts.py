@@ -1,14 +1,16 @@
 """A gang that fails is started again within the same call, on the same warm fork servers."""
 
+import multiprocessing
 import os
 import re
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import (
     NotEnoughWorkersError,
@@ -19,7 +21,14 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.gang import restarts
 from prefect_torch_ddp.gang.caller.verdict import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
-from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
+from tests.support.gangs import (
+    alive,
+    attempts_in,
+    call_releasable_gang,
+    extra_worker,
+    own_cluster,
+    pids_in,
+)
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing
 
@@ -115,3 +124,25 @@ def test_identical_failures_are_reported_once(
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, failing.fail_everywhere, world_size=2)
     assert "as a consequence" not in str(caught.value)
+
+
+@pytest.mark.extended
+def test_a_caller_that_was_silent_while_its_ranks_returned_tries_again(
+    dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents that lost their caller end the ranks; that isn't a cancel, which is never retried."""
+    # More than TURN_S, or the caller would take the agents for lost.
+    monkeypatch.setenv("DASK_PREFECT_TORCH_DDP__LIVENESS_TIMEOUT_S", "6")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as pool:
+        given = dask_cluster.scheduler_address, str(tmp_path)
+        gang = pool.submit(call_releasable_gang, *given)
+        ranks = pids_in(tmp_path, 2, of=gang)
+        caller = psutil.Process(int((tmp_path / "caller").read_text()))
+        caller.suspend()
+        try:
+            (tmp_path / "release").touch()
+            wait_until(lambda: not alive(ranks))
+        finally:
+            caller.resume()
+        assert gang.result(HANG_S) == [1, 1]
