@@ -203,13 +203,25 @@ class Restorer:
                 )
 
     def note_chosen_options(self) -> None:
-        """Keep what user code has set in optimizers' groups since they were restored."""
-        self.chosen = {
-            name: changed_options(item, given) for name, (item, given) in self.options.items()
-        }
+        """Keep what user code has set in optimizers' groups since they were restored.
+
+        A run that resumes itself has that in its checkpoint, and what it set later.
+        """
+        if not self.is_ours:
+            self.chosen = {
+                name: changed_options(item, given) for name, (item, given) in self.options.items()
+            }
+
+    def drop_replaced_options(self) -> None:
+        """Forget those that later code has changed: the checkpoint has what it set."""
+        for name, chosen in self.chosen.items():
+            replaced = changed_options(self.options[name][0], chosen)
+            for options, other in zip(chosen, replaced, strict=False):
+                for each in options.keys() & other.keys():
+                    del options[each]
 
     def put_chosen_options(self) -> None:
-        """Set that again, after the optimizers were restored a second time."""
+        """Set the chosen options again, after the optimizers were restored a second time."""
         for name, options in self.chosen.items():
             put_options(self.options[name][0], options)
 
@@ -253,8 +265,7 @@ def _warn_of_options(name: str, scheduler: LRScheduler, state: Mapping[str, Any]
         )
         logger.warning(
             "the scheduler %r continues with the checkpoint's %s; %s, which it was made with here, "
-            "isn't used. To use it, don't track the scheduler: make it after ctx.track, with "
-            "last_epoch=ctx.step - 1",
+            "isn't used: see docs/recipes/hyperparameters.md",
             *(name, there, here),
         )
 

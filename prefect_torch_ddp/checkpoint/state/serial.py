@@ -244,7 +244,7 @@ def changed_options(item: Any, options: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def put_options(item: Any, options: list[dict[str, Any]]) -> list[str]:
-    """Set options in an optimizer's groups, each group's own; return the names that differed."""
+    """Set the options of each group of an optimizer; return the names that differed."""
     changed = set()
     for group, had in zip(_groups(item), options, strict=False):
         for name, value in had.items():

@@ -315,6 +315,7 @@ class TrainingState:
             if replay.has_passed_any:
                 replay.warn_of_missed_save()
                 with self._heartbeat.during(Phase.RESTORING):
+                    restorer.drop_replaced_options()
                     for name, item in self._objects.items():
                         if name in self._restores:
                             restorer.restore(name, item)

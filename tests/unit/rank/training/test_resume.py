@@ -136,35 +136,57 @@ def test_a_schedules_own_length_is_the_checkpoints_which_the_log_says(
     assert says in caplog.text
 
 
+def options_used(
+    folder: Path,
+    run_id: str,
+    lrs: list[float],
+    dies_at: int | None = None,
+    *,
+    as_tensor: bool = False,
+    **options: Any,
+) -> list[tuple[float, float]]:
+    """Train three calls of two steps; set these rates, the first one after `track` and each other
+    one after a call. Return the rate and the momentum of each step."""
+    seen = []
+    with RankContext.local(storage=folder, run_id=run_id, checkpoint=EVERY_STEP, **options) as ctx:
+        model = nn.Linear(1, 1)
+        first: Any = torch.tensor(0.5) if as_tensor else 0.5
+        optimizer = torch.optim.SGD(model.parameters(), lr=first, momentum=0.9)
+        ctx.track(model=model, optimizer=optimizer)
+        (group,) = optimizer.param_groups
+        for number in range(3):
+            if number < len(lrs):
+                group["lr"] = torch.tensor(lrs[number]) if as_tensor else lrs[number]
+            for _ in steps_over(ctx, size=2):
+                if ctx.step == dies_at:
+                    raise InterruptedError
+                seen.append((round(float(group["lr"]), 4), group["momentum"]))
+    return seen
+
+
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["a number", "a tensor"])
 def test_an_option_that_is_set_after_track_holds_in_each_of_several_calls(
     as_tensor: bool, tmp_path: Path
 ) -> None:
-    """Tracked objects are restored once more at the checkpoint's call, and what was set since the
-    first time is set again."""
-
-    def trained(lr: float | None, dies_at: int | None = None) -> set[tuple[float, float]]:
-        seen = set()
-        with RankContext.local(storage=tmp_path, checkpoint=EVERY_STEP) as ctx:
-            model = nn.Linear(1, 1)
-            first: Any = torch.tensor(0.5) if as_tensor else 0.5
-            optimizer = torch.optim.SGD(model.parameters(), lr=first, momentum=0.9)
-            ctx.track(model=model, optimizer=optimizer)
-            (group,) = optimizer.param_groups
-            if lr is not None:
-                group["lr"] = torch.tensor(lr) if as_tensor else lr
-            for _ in range(3):
-                for _ in steps_over(ctx, size=2):
-                    if ctx.step == dies_at:
-                        raise InterruptedError
-                    seen.add((round(float(group["lr"]), 4), group["momentum"]))
-        return seen
-
+    """Tracked objects are restored once more at the checkpoint's call. What was set for another
+    run since the first time is set again."""
     with pytest.raises(InterruptedError):
-        trained(None, dies_at=4)
+        options_used(tmp_path, "a", [], dies_at=4, as_tensor=as_tensor)
+    found = options_used(tmp_path, "b", [0.25], as_tensor=as_tensor, resume_from="a")
+    assert found == [(0.25, 0.9)] * 3
+    assert options_used(tmp_path, "b", [0.25], as_tensor=as_tensor) == []
+
+
+@pytest.mark.parametrize("resume_from", [None, "a"], ids=["the same run", "another run"])
+def test_an_option_that_is_set_between_calls_is_the_checkpoints(
+    resume_from: str | None, tmp_path: Path
+) -> None:
+    """Code after a call has set it later than that after `track`."""
     with pytest.raises(InterruptedError):
-        trained(0.25, dies_at=6)
-    assert trained(None) == {(0.25, 0.9)}
+        options_used(tmp_path, "a", [0.25, 0.125], dies_at=4)
+    run_id = "a" if resume_from is None else "b"
+    found = options_used(tmp_path, run_id, [0.25, 0.125], resume_from=resume_from)
+    assert found == [(0.125, 0.9)] * 3
 
 
 def test_a_rank_is_seeded_before_its_generators_are_restored(
