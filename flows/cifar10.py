@@ -22,6 +22,7 @@ from prefect_torch_ddp import (
     read_options,
 )
 from prefect_torch_ddp.data import read_files, seeded_split
+from prefect_torch_ddp.examples.schedules import one_cycle
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE = (3, 32, 32)
@@ -84,7 +85,7 @@ def train(ctx: RankContext) -> dict[str, float | str | None]:
         weight_decay=options.weight_decay,
     )
     ctx.track(model=model, optimizer=optimizer)
-    scheduler = make_schedule(optimizer, options, options.epochs * len(loader), ctx.step)
+    scheduler = make_schedule(ctx, optimizer, options, len(loader))
 
     for inputs, targets in ctx.steps(loader, epochs=options.epochs):
         with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
@@ -115,14 +116,12 @@ def evaluate(ctx: RankContext) -> Report:
 
 
 def make_schedule(
-    optimizer: torch.optim.Optimizer, options: Options, num_steps: int, done: int
+    ctx: RankContext, optimizer: torch.optim.Optimizer, options: Options, num_batches: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """Make the schedule that was chosen, at the step of the checkpoint."""
+    """Make the schedule that was chosen, for so many batches an epoch."""
     if options.schedule == "constant":
         return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    return torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=max(num_steps, done), last_epoch=done - 1
-    )
+    return one_cycle(ctx, optimizer, options.lr, epochs=options.epochs, num_batches=num_batches)
 
 
 def make_net() -> nn.Module:

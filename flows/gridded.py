@@ -14,6 +14,7 @@ from flows.generated import STEP_H, time_at, weather
 from flows.options import GriddedData, GriddedTraining
 from prefect_torch_ddp import RankContext, RegressionMeter, Report, read_options
 from prefect_torch_ddp.data import array
+from prefect_torch_ddp.examples.schedules import one_cycle
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,9 +43,8 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(UNet(options.channels))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
-    num_steps = max(options.epochs * len(loader), ctx.step)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
+    scheduler = one_cycle(
+        ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )
     for batch in ctx.steps(loader, epochs=options.epochs):
         steps = batch["height"].to(ctx.device)

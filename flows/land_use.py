@@ -23,6 +23,7 @@ from prefect_torch_ddp import (
     storage_from_uri,
 )
 from prefect_torch_ddp.data import image_folder, seeded_split, write_index
+from prefect_torch_ddp.examples.schedules import one_cycle
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -61,12 +62,13 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     optimizer = make_optimizer(model, options)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
     ctx.track(model=model, optimizer=optimizer, scaler=scaler)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
+    scheduler = one_cycle(
+        ctx,
         optimizer,
         options.lr,
-        total_steps=max(options.epochs * len(loader), ctx.step),
+        epochs=options.epochs,
+        num_batches=len(loader),
         cycle_momentum=options.optimizer == "adamw",
-        last_epoch=ctx.step - 1,
     )
 
     for batch in ctx.steps(loader, epochs=options.epochs):

@@ -68,10 +68,12 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     num_steps = options.epochs * len(loader)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine; its length isn't saved
-        optimizer, lambda step: (1 + math.cos(math.pi * min(step / num_steps, 1))) / 2
+    ctx.track(model=model, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine, at the step of the checkpoint
+        optimizer,
+        lambda step: (1 + math.cos(math.pi * min(step / num_steps, 1))) / 2,
+        last_epoch=ctx.step - 1,
     )
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for given, wanted in ctx.steps(loader, epochs=options.epochs):
         logits, _ = model(given.to(ctx.device))

@@ -19,6 +19,7 @@ from prefect_torch_ddp import (
     read_options,
 )
 from prefect_torch_ddp.data import table
+from prefect_torch_ddp.examples.schedules import one_cycle
 
 if TYPE_CHECKING:
     import dask.dataframe as dd
@@ -53,9 +54,8 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(Net(options))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
-    num_steps = max(options.epochs * len(loader), ctx.step)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
+    scheduler = one_cycle(
+        ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )
     for given in ctx.steps(loader, epochs=options.epochs):
         batch = {name: values.to(ctx.device) for name, values in given.items()}

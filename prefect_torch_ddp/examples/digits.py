@@ -15,6 +15,7 @@ from torchvision.transforms import PILToTensor
 from prefect_torch_ddp import ClassificationMeter, RankContext, Report, read_options
 from prefect_torch_ddp.data import seeded_split
 from prefect_torch_ddp.examples.digits_options import DigitsData, DigitsTraining
+from prefect_torch_ddp.examples.schedules import one_cycle
 
 CLASSES = [str(digit) for digit in range(10)]
 
@@ -49,9 +50,8 @@ def train(ctx: RankContext) -> dict[str, float | None]:
     validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
     ctx.track(model=model, optimizer=optimizer)
-    num_steps = max(options.epochs * len(loader), ctx.step)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(  # after track: at the step of the checkpoint
-        optimizer, options.lr, total_steps=num_steps, last_epoch=ctx.step - 1
+    scheduler = one_cycle(
+        ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )
 
     for images, targets in ctx.steps(loader, epochs=options.epochs):

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
 
 from flows import cifar10, land_use, pet_names
+from flows.cifar10 import Options
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -48,7 +51,9 @@ def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path:
     with RankContext.local(data=data, source=source, options=options, stage="prepare") as ctx:
         workload.prepare(ctx)
 
-    def rates(run_id: str, epochs: int, resume_from: str | None = None) -> list[float]:
+    def rates(
+        run_id: str, epochs: int, resume_from: str | None = None, **changes: Any
+    ) -> list[float]:
         found: list[float] = []
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -58,7 +63,7 @@ def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path:
         with RankContext.local(
             data=data,
             source=source,
-            options={**options, "epochs": epochs},
+            options={**options, "epochs": epochs, **changes},
             storage=tmp_path / "storage",
             run_id=run_id,
             resume_from=resume_from,
@@ -73,3 +78,26 @@ def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path:
     assert len(later) == len(whole) - num_short > 1
     assert later[1:] == pytest.approx(whole[num_short + 1 :], rel=1e-6)
     assert rates("no more", 1, "longer") == []
+    larger = {"global_batch_size": 2 * options["global_batch_size"]}
+    assert 0 < len(rates("larger batches", 3, "longer", **larger)) < num_short
+
+
+def test_another_schedule_is_followed_from_the_checkpoints_step(tmp_path: Path) -> None:
+    """A constant rate leaves no options of a cycle in the checkpoint."""
+    model = nn.Linear(1, 1)
+    options = Options(epochs=2, lr=0.1)
+    for run_id, schedule in (("constant", "constant"), ("cycle", "one_cycle")):
+        with RankContext.local(
+            storage=tmp_path, run_id=run_id, resume_from="constant" if run_id == "cycle" else None
+        ) as ctx:
+            optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9)
+            ctx.track(model=model, optimizer=optimizer)
+            chosen = options.model_copy(update={"schedule": schedule})
+            scheduler = cifar10.make_schedule(ctx, optimizer, chosen, num_batches=4)
+            loader = ctx.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2)
+            for (x,) in ctx.steps(loader, epochs=1 if run_id == "constant" else 2):
+                model(x).sum().backward()
+                (rate,) = scheduler.get_last_lr()
+                optimizer.step()
+                scheduler.step()
+    assert rate == pytest.approx(0.1 / 25e4)

@@ -1,0 +1,43 @@
+"""The learning-rate schedule that the example workloads share."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from prefect_torch_ddp import RankContext
+
+
+def one_cycle(
+    ctx: RankContext,
+    optimizer: Optimizer,
+    max_lr: float,
+    *,
+    epochs: int,
+    num_batches: int,
+    **options: Any,
+) -> OneCycleLR:
+    """Return one cycle over all epochs, at the step of the checkpoint.
+
+    Call it after `ctx.track`, and don't track what it returns: the state of a `OneCycleLR` has its
+    length, and a training that is resumed for more epochs needs a longer one.
+
+    Args:
+        ctx: has the step.
+        optimizer: is restored already.
+        max_lr: the highest learning rate.
+        epochs: of the whole training.
+        num_batches: of an epoch; step the scheduler after each of them.
+        **options: other arguments of `OneCycleLR`.
+    """
+    num_done = ctx.epoch if ctx.epoch_ended else max(ctx.epoch - 1, 0)
+    num_within = ctx.step - num_done * num_batches  # the steps of an epoch that has not ended
+    if 0 <= num_within < (1 if ctx.epoch_ended else num_batches):
+        num_steps = max(epochs * num_batches, ctx.step)
+    else:  # earlier epochs had another global_batch_size
+        num_steps = ctx.step + max(epochs - num_done, 0) * num_batches
+    # Its options, which the checkpoint may have from another schedule, and then its place.
+    scheduler = OneCycleLR(optimizer, max_lr, total_steps=num_steps, **options)
+    if ctx.step == 0:
+        return scheduler
+    return OneCycleLR(optimizer, max_lr, total_steps=num_steps, last_epoch=ctx.step - 1, **options)
