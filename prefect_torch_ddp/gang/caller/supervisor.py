@@ -178,7 +178,7 @@ class Supervisor:
         if stop.why:
             raise cancelled(plan.name, f"stopped by {stop.why}", stopped)
         was_cancelled = isinstance(self._broken, GangCancelledError)
-        if self._failures and not self._is_stop_explained:
+        if self._failures and not (was_cancelled or self._is_stop_explained):
             return
         if was_cancelled or (self._broken is None and only_stopped(stopped, self._failures)):
             why_ended, places = self._why_agent_ended, self._placement.places
@@ -198,7 +198,7 @@ class Supervisor:
         return bool(self._growth.why or self._why_agent_ended) or is_terminated
 
     async def _until_stop_explained(self) -> None:
-        """Wait shortly for why ranks that failed after they stopped had to stop.
+        """Wait briefly for the reason why ranks that failed after they stopped had to stop.
 
         The agent of a worker that leaves says so; the failure may be heard of first.
         """

@@ -516,10 +516,7 @@ def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> No
 
 @pytest.mark.long
 def test_all_tasks_that_a_flow_leaves_are_stopped_at_the_same_time(tmp_path: Path) -> None:
-    """One that trains saves, though two others use up their grace; a second Ctrl-C ends those.
-
-    It heard only after the others had ended, and the second Ctrl-C left the wait for one of them.
-    """
+    """One that trains saves, though two others use up their grace; a second Ctrl-C ends those."""
     folders = [tmp_path / "each" / name for name in ("0-trains", "1-hangs", "2-hangs")]
     for folder in folders:
         folder.mkdir(parents=True)

@@ -57,7 +57,7 @@ def only_stopped(stopped: Sequence[RankStopped], failures: Sequence[RankFailure]
     """Tell whether ranks stopped early, and failed at most as a consequence.
 
     Code after the loop may find a model that isn't fully trained, and raise. A last checkpoint
-    that can't be written, and a rank that was killed, are failures for themselves.
+    that can't be written, and a rank that was killed, count as failures.
     """
     ranks = {event.rank for event in stopped}
     return bool(stopped) and all(
