@@ -22,6 +22,8 @@ _View = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...], bool,
 PYTHONS = {type(None), bool, int, float, complex, str}
 RATES = {"lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Options of an optimizer's groups that torch's schedulers set."""
+NUMERIC = torch.Tensor | np.ndarray | int | float
+"""Of options: what is compared by its values."""
 NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
 """NumPy's numbers and texts with an equal of Python's: neither its long doubles nor its dates."""
 
@@ -251,7 +253,8 @@ def put_options(item: Any, options: list[dict[str, Any]]) -> list[str]:
             if name in group and _is_same(group[name], value):
                 continue
             changed.add(name)
-            if isinstance(group.get(name), torch.Tensor):  # a compiled step holds this one
+            # A compiled step holds this tensor.
+            if isinstance(group.get(name), torch.Tensor) and isinstance(value, NUMERIC):
                 group[name].copy_(torch.as_tensor(value))
             else:
                 group[name] = value
@@ -259,7 +262,11 @@ def put_options(item: Any, options: list[dict[str, Any]]) -> list[str]:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+        if not all(isinstance(each, NUMERIC) for each in (value, other)):
+            return False
         return torch.equal(*(torch.as_tensor(each, device="cpu") for each in (value, other)))
     return bool(value == other)
 

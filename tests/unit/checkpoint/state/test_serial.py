@@ -16,8 +16,11 @@ from prefect_torch_ddp.checkpoint.state.serial import (
     Serializer,
     Staging,
     capture_generators,
+    changed_options,
     from_bytes,
+    group_options,
     load_state,
+    put_options,
     restore_generators,
     state_of,
     to_bytes,
@@ -214,3 +217,31 @@ def test_an_optimizer_of_another_kind_or_with_other_groups_is_named() -> None:
     del older["param_groups"][0]["maximize"]
     load_state(sgd, older)
     assert sgd.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (np.ones(2), np.zeros(2)),
+        ([torch.ones(2)], [torch.zeros(2)]),
+        ([torch.ones(2)], [torch.ones(2)] * 2),
+        (torch.ones(2), None),
+        (None, torch.ones(2)),
+        (torch.tensor(1), 2),
+        (torch.tensor(0.5), 0.25),
+        ((0.9, 0.99), (0.9, 0.999)),
+        (True, "fused"),
+    ],
+)
+def test_any_option_of_a_group_can_be_compared_and_set(value: Any, other: Any) -> None:
+    """Arrays and lists of tensors too, which have no truth value."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    (group,) = optimizer.param_groups
+    group["own"] = value
+    before = group_options(optimizer)
+    assert changed_options(optimizer, before) == [{}]
+    assert put_options(optimizer, before) == []
+    group["own"] = other
+    assert [{*each} for each in changed_options(optimizer, before)] == [{"own"}]
+    assert put_options(optimizer, before) == ["own"]
+    assert changed_options(optimizer, before) == [{}]
