@@ -27,14 +27,17 @@ class RankPlace:
 
     rank: int
     local_rank: int
+    """Counted within the node."""
     node_rank: int
+    """A node is a host, or a worker if the workers of the host see separate CUDA devices."""
     worker: str
     """Address of the Dask worker."""
     host: str
     address: str = ""
     """Where the other ranks reach it; the host, unless the gang was given a network."""
-    device_position: int | None = None
-    """Which of the worker's visible CUDA devices it takes; None: the worker sees none by name."""
+    visible_devices: str | None = None
+    """Its CUDA_VISIBLE_DEVICES, where its own device stands at its local rank; None: its worker's,
+    which names none."""
 
 
 @dataclass(frozen=True)

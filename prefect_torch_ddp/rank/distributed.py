@@ -150,21 +150,17 @@ def _ranks(claims: Sequence[Claim]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def device_index(position: int | None, local_rank: int, num_devices: int) -> int:
-    """Return the CUDA device of a rank, by the position in its CUDA_VISIBLE_DEVICES if that is set.
-
-    Of several MIG instances torch sees one device.
-    """
-    return (local_rank if position is None else position) % num_devices
-
-
 def choose_device(launch: RankLaunch) -> None:
-    """Make the rank's CUDA device the current one, whatever the backend; without CUDA the CPU."""
+    """Make the rank's CUDA device the current one, whatever the backend; without CUDA the CPU.
+
+    It is the one at the rank's local rank. If more ranks than devices share them, the count starts
+    again; of several MIG instances torch sees one device.
+    """
     global _device  # noqa: PLW0603 - one process is one rank
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices == 0:
         return
-    index = device_index(launch.place.device_position, launch.place.local_rank, num_devices)
+    index = launch.place.local_rank % num_devices
     torch.cuda.set_device(index)
     _device = torch.device("cuda", index)
 

@@ -119,13 +119,11 @@ def cuda_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
 
 
 def test_dask_cudas_cluster(cuda_cluster: Client, num_gpus: int) -> None:
-    """LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, and
-    NCCL serves them."""
+    """LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, at its local
+    rank, and NCCL serves them."""
     cuda_cluster.wait_for_workers(num_gpus, timeout=120)
     ranks = run_gang(cuda_cluster, on_gpu.where)
-    assert [rank["device"] for rank in ranks] == ["cuda:0"] * num_gpus, (
-        "each worker sees its own first"
-    )
+    assert [rank["device"] for rank in ranks] == [f"cuda:{number}" for number in range(num_gpus)]
     assert len({rank["name"] for rank in ranks}) == num_gpus
     assert {rank["backend"] for rank in ranks} == {"nccl"}
     assert [rank["sums"] for rank in ranks] == [(num_gpus, num_gpus)] * num_gpus

@@ -99,34 +99,36 @@ def place(
 ) -> Placement:
     """Place ranks on the chosen workers, in their order, with the ranks of a host contiguous."""
     addresses = rank_addresses(workers, interface)
-    hosts = list(dict.fromkeys(worker.host for worker in workers))
-    devices = _devices(workers, world_size, ranks_per_worker)
-    used = dict.fromkeys(hosts, 0)
-    places: list[RankPlace] = []
-    for worker in workers:
-        for _ in range(min(ranks_per_worker, world_size - len(places))):
-            rank_place = RankPlace(
-                rank=len(places),
-                local_rank=used[worker.host],
-                node_rank=hosts.index(worker.host),
-                worker=worker.address,
-                host=worker.host,
-                address=addresses[worker.address],
-                device_position=devices[len(places)],
-            )
-            places.append(rank_place)
-            used[worker.host] += 1
-    return Placement(tuple(places), GangShape(world_size, len(hosts), tuple(used.values())))
-
-
-def _devices(
-    workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int
-) -> list[int | None]:
     of_ranks = [worker for worker in workers for _ in range(ranks_per_worker)][:world_size]
-    positions: list[int | None] = []
-    for _, group in itertools.groupby(of_ranks, key=lambda worker: worker.host):
-        positions += share_out([visible_names(worker.visible_devices) for worker in group])
-    return positions
+    seats = _seats(of_ranks)
+    nodes = list(dict.fromkeys(node for node, _, _ in seats))
+    used = dict.fromkeys(nodes, 0)
+    places: list[RankPlace] = []
+    for worker, (node, names, device) in zip(of_ranks, seats, strict=True):
+        rank_place = RankPlace(
+            rank=len(places),
+            local_rank=used[node],
+            node_rank=nodes.index(node),
+            worker=worker.address,
+            host=worker.host,
+            address=addresses[worker.address],
+            visible_devices=",".join(turned(names, device, used[node])) if device else None,
+        )
+        places.append(rank_place)
+        used[node] += 1
+    return Placement(tuple(places), GangShape(world_size, len(nodes), tuple(used.values())))
+
+
+def _seats(of_ranks: Sequence[WorkerIdentity]) -> list[tuple[str, tuple[str, ...], str | None]]:
+    """Return for each rank its node, the names of the devices that it sees, and its own one."""
+    seats: list[tuple[str, tuple[str, ...], str | None]] = []
+    for host, group in itertools.groupby(of_ranks, key=lambda worker: worker.host):
+        on_host = list(group)
+        visible = [visible_names(worker.visible_devices) for worker in on_host]
+        is_split = are_separate(visible)
+        for worker, names, device in zip(on_host, visible, share_out(visible), strict=True):
+            seats.append((worker.address if is_split else host, names or (), device))
+    return seats
 
 
 def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
@@ -142,20 +144,44 @@ def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
     return tuple(itertools.takewhile(lambda name: name not in no_device and name[0] != "-", names))
 
 
-def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ...]:
+def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[str | None, ...]:
     """Give each rank of a host, in order, the device that the fewest ranks before it have.
 
     One rule for all ways of sharing GPUs: lists that are rotated (dask-cuda), that are the same
-    everywhere, or that each hold a worker's own devices. Ties go to the first in the list. The
-    position in a list that isn't known or is empty is None.
+    everywhere, or that each hold a worker's own devices. Ties go to the first in the list. A list
+    that isn't known or is empty gives None.
     """
     used: Counter[str] = Counter()
-    positions: list[int | None] = []
+    devices: list[str | None] = []
     for names in visible:
         least_used = min(names, key=lambda name: used[name]) if names else None
-        positions.append(names.index(least_used) if names and least_used else None)
+        devices.append(least_used)
         used.update([least_used] if least_used else [])
-    return tuple(positions)
+    return tuple(devices)
+
+
+def are_separate(visible: Sequence[tuple[str, ...] | None]) -> bool:
+    """Whether workers of a host see different devices, and one of them fewer than the host's ranks.
+
+    Each worker then counts as a node, as an agent of torchrun would: otherwise a local rank could
+    be larger than the number of devices that the rank sees. If all see the same devices, the ranks
+    share them on purpose.
+    """
+    known = [frozenset(names) for names in visible if names is not None]
+    if len(known) < len(visible):
+        return False
+    return len(set(known)) > 1 and any(len(names) < len(visible) for names in known)
+
+
+def turned(names: tuple[str, ...], device: str, local_rank: int) -> tuple[str, ...]:
+    """Turn a list of visible devices so that a rank's own device stands at its local rank.
+
+    That is the index that scripts and libraries use. Of several MIG instances CUDA shows a process
+    only the first one, so the rank's own one comes first.
+    """
+    wanted = 0 if device.startswith("MIG-") else local_rank
+    start = (names.index(device) - wanted) % len(names)
+    return names[start:] + names[:start]
 
 
 _WAY_OUT = (

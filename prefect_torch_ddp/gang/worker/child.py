@@ -142,6 +142,8 @@ def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) 
     """Return the environment of a rank: its Dask worker's, with torchrun's contract. Pure."""
     environment = without_workers_own(worker_environment)
     environment |= {name: str(value_of(launch)) for name, value_of in CONTRACT.items()}
+    if launch.place.visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = launch.place.visible_devices
     # In the user mode rank 0 must listen at MASTER_PORT itself.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return environment

@@ -1,5 +1,6 @@
 """Gangs are placed on real Dask processes: imitated hosts, IPv6, resources."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from tests.workloads import plain
 from tests.workloads.plain import whereabouts
 
 GPUS = {"GPU": 1}
+CUDA = "CUDA_VISIBLE_DEVICES"
 WORKERS = {
     # Two threads where there is a GPU: a task that holds the GPU leaves one free.
     "a-gpu": {"host": "127.0.0.1", "nthreads": 2, "resources": {"v4": 1, **GPUS}},
@@ -68,6 +70,34 @@ def test_workers_on_ipv6(client: Client) -> None:
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
     call = {"world_size": 2, "resources": {"v6": 1}, "process_group": "user"}
     assert run_gang(client, plain.torchrun_style, **call) == [2.0, 2.0]
+
+
+def see(devices: str | None) -> None:
+    """Set this worker's visible devices."""
+    os.environ.pop(CUDA, None)
+    os.environ.update({} if devices is None else {CUDA: devices})
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        (["0,1", "1,0"], ["0 0 2 0,1", "0 1 2 0,1"]),  # as dask-cuda makes them
+        (["0", "1"], ["0 0 1 0", "1 0 1 1"]),  # two jobs with one GPU each
+    ],
+)
+def test_a_ranks_own_gpu_is_the_one_at_its_local_rank(
+    client: Client, lists: list[str], expected: list[str]
+) -> None:
+    """Two workers of a host with other visible devices: the rank's variables agree."""
+    addresses = sorted(each for each in client.scheduler_info(-1)["workers"] if "::1" in each)
+    try:
+        for address, devices in zip(addresses, lists, strict=True):
+            client.run(see, devices, workers=[address])
+        ranks = run_gang(client, plain.environment, world_size=2, resources={"v6": 1})
+    finally:
+        client.run(see, None, workers=addresses)
+    names = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", CUDA)
+    assert [" ".join(rank[name] for name in names) for rank in ranks] == expected
 
 
 def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:

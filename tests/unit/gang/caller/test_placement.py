@@ -1,5 +1,6 @@
 """Placement is a pure decision: which rank runs where, on which device, at which address."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
+from prefect_torch_ddp.gang.worker.child import rank_environment
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
+from tests.support.launches import launch_of
 
 
 def worker(
@@ -106,18 +109,68 @@ def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free() -> None:
 def test_devices_of_a_hosts_ranks(lists: list[str | None], devices: list[str | None]) -> None:
     """The device of each rank, for every way of sharing GPUs that is known, and to say none."""
     visible = [visible_names(text) for text in lists]
-    chosen = [
-        names[position] if names and position is not None else None
-        for names, position in zip(visible, share_out(visible), strict=True)
-    ]
-    assert chosen == devices
+    assert list(share_out(visible)) == devices
 
 
-def test_devices_are_chosen_host_by_host() -> None:
-    """Each host counts its own devices, and a worker that sees none gives no position."""
-    seen = [("a", "0,1"), ("a", "1,0"), ("b", "0,1"), ("b", "0,1"), ("c", None)]
+CUDA = "CUDA_VISIBLE_DEVICES"
+
+
+def environments(seen: list[tuple[str, str | None]], ranks_per_worker: int) -> list[dict[str, str]]:
+    """Return the environments of ranks on workers of these hosts with these visible devices."""
     workers = [worker(host, port, devices) for port, (host, devices) in enumerate(seen)]
-    assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]
+    world_size = len(workers) * ranks_per_worker
+    placement = place(workers, world_size, ranks_per_worker)
+    own = {each.address: each.visible_devices for each in workers}
+    return [
+        rank_environment(
+            {} if (devices := own[rank_place.worker]) is None else {CUDA: devices},
+            replace(launch_of(0, world_size), place=rank_place, shape=placement.shape),
+        )
+        for rank_place in placement.places
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lists", "ranks_per_worker", "expected"),
+    [
+        # dask-cuda: each worker's own device at its rank's number
+        (["0,1,2", "1,2,0", "2,0,1"], 1, ["0 0,1,2", "1 0,1,2", "2 0,1,2"]),
+        (["GPU-a,GPU-b", "GPU-b,GPU-a"], 1, ["0 GPU-a,GPU-b", "1 GPU-a,GPU-b"]),
+        (["0,1,2,3"], 4, ["0 0,1,2,3", "1 0,1,2,3", "2 0,1,2,3", "3 0,1,2,3"]),
+        # two ranks on each of dask-cuda's workers share
+        (["0,1", "1,0"], 2, ["0 0,1", "1 0,1", "2 1,0", "3 1,0"]),
+        (["0,1"] * 3, 1, ["0 0,1", "1 0,1", "2 0,1"]),
+        # separate devices: counted within the worker
+        (["0", "1"], 1, ["0 0", "0 1"]),
+        (["0,1", "3,2"], 2, ["0 0,1", "1 0,1", "0 3,2", "1 3,2"]),
+        (["0", ""], 1, ["0 0", "0 "]),
+        (["0,1", "2,3"], 1, ["0 0,1", "1 3,2"]),  # lists that are long enough
+        # CUDA shows a process only the first MIG instance
+        (["MIG-a,MIG-b"], 2, ["0 MIG-a,MIG-b", "1 MIG-b,MIG-a"]),
+        (["MIG-a,MIG-b", "MIG-b,MIG-a"], 1, ["0 MIG-a,MIG-b", "1 MIG-b,MIG-a"]),
+        ([None, None], 1, ["0 None", "1 None"]),
+        (["", ""], 2, ["0 ", "1 ", "2 ", "3 "]),
+        (["0", None], 1, ["0 0", "1 None"]),
+    ],
+)
+def test_a_ranks_own_device_stands_at_its_local_rank(
+    lists: list[str | None], ranks_per_worker: int, expected: list[str]
+) -> None:
+    """Local rank and CUDA_VISIBLE_DEVICES of each rank, for every way of sharing GPUs."""
+    made = environments([("a", devices) for devices in lists], ranks_per_worker)
+    assert [f"{each['LOCAL_RANK']} {each.get(CUDA)}" for each in made] == expected
+
+
+def test_a_worker_with_separate_devices_counts_as_a_node() -> None:
+    """Only on the host that needs it; the numbers agree as those of torchrun's agents do."""
+    made = environments([("a", "0"), ("a", "1"), ("b", "0,1"), ("b", "1,0")], 1)
+    names = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", CUDA)
+    assert [" ".join(each[name] for name in names) for each in made] == [
+        "0 0 1 3 0",
+        "1 0 1 3 1",
+        "2 0 2 3 0,1",
+        "2 1 2 3 0,1",
+    ]
 
 
 LO = ("lo", "127.0.0.1")
