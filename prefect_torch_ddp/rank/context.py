@@ -42,9 +42,10 @@ class RankContext:
     Attributes:
         rank: number of this rank in its gang, from 0.
         world_size: number of ranks in the gang, equal on all of them.
-        local_rank: number of this rank among the gang's ranks on its host, from 0.
-        local_world_size: number of the gang's ranks on this host.
-        node_rank: number of this host among the gang's hosts, from 0.
+        local_rank: number of this rank among the gang's ranks on its node, from 0. A node is a
+            host, or a Dask worker if workers of the host were given separate GPUs.
+        local_world_size: number of the gang's ranks on this node.
+        node_rank: number of this node among the gang's nodes, from 0.
         run_id: id of the run, equal on all ranks. The run's folder in the storage is
             `runs/<run id>`.
         attempt: number of this attempt of the run, from 1, equal on all ranks.
