@@ -5,36 +5,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.rank import distributed as group
 from prefect_torch_ddp.rank.distributed import Interface, choose, route_to, settings
 from tests.support.launches import launch_of
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "num_devices", "expected"),
-    [
-        (3, 4, 3),
-        (5, 4, 1),  # more ranks than GPUs share them
-        (2, 1, 0),  # a scheduler that shows each worker its one GPU as number 0
-        (0, 0, None),
-    ],
-)
-def test_the_device_at_the_local_rank(
-    local_rank: int, num_devices: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank's device is current, and is the CPU without CUDA."""
-    monkeypatch.setattr(group, "_device", torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    made_current: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
-    group.choose_device(launch_of(local_rank, 6))
-    assert made_current == ([] if expected is None else [expected])
-    device = torch.device("cpu") if expected is None else torch.device("cuda", expected)
-    assert group.current_device() == device
 
 
 @pytest.mark.parametrize(
