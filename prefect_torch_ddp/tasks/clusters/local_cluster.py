@@ -206,10 +206,13 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
                                              cluster_kwargs={"n_workers": 2}))
             def mine() -> None: ...
     """
-    num_ranks = ranks_per_worker * (kwargs.get("n_workers") or 1)
+    n_workers = kwargs.get("n_workers")
+    if n_workers is None:  # as LocalCluster chooses it
+        n_workers = max(1, CPU_COUNT // (kwargs.get("threads_per_worker") or 1))
+    num_ranks = ranks_per_worker * n_workers
     num_threads = str(max(1, CPU_COUNT // max(1, num_ranks)))
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
-    defaults = {
+    defaults: dict[str, Any] = {
         "threads_per_worker": 1,
         "processes": True,
         "worker_class": NannyProcess,
@@ -219,6 +222,8 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
+    for name in ("env", "scheduler_kwargs"):  # what is given is added to ours
+        kwargs[name] = {**defaults[name], **(kwargs.get(name) or {})}
     quiet_dask()
     with dask.config.set(nanny.QUIET | LOCKS):
         cluster = RunCluster(**{**defaults, **kwargs})

@@ -149,6 +149,22 @@ def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.Monkey
         assert "DASK_LOGGING__DISTRIBUTED" not in os.environ
 
 
+def test_what_is_given_to_a_local_cluster_is_added_to_what_makes_it_safe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Variables of the user's and options of the scheduler; and all workers share the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = {"env": {"MINE": "1"}, "scheduler_kwargs": {"idle_timeout": "1h"}}
+    with local_cluster(n_workers=2, **given) as cluster, Client(cluster) as client:
+        assert set(client.run(os.getenv, "MINE").values()) == {"1"}
+        threads = set(client.run(os.getenv, "OMP_NUM_THREADS").values())
+        assert threads == {str(max(1, CPU_COUNT // 2))}
+        assert cluster.scheduler.allowed_failures == 0
+    with local_cluster() as cluster, Client(cluster) as client:
+        threads = client.run(os.getenv, "OMP_NUM_THREADS").values()
+        assert sum(map(int, threads)) <= CPU_COUNT
+
+
 README = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
 
 
