@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +26,8 @@ LEASES_IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
 READY_S = 90
 EMBEDDED_START_S = 300
 """Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
+LISTENS = "0A"
+"""The state of a socket that listens, in the kernel's tables."""
 PROBE_BYTES = 2**16
 """A quota that is used up may still allow an empty file."""
 
@@ -60,9 +62,38 @@ def find_or_start_server() -> str:
             )
             raise ServerError(msg)
         return configured
-    if not is_prefect(LOCAL_API):
+    if is_prefect(LOCAL_API):
+        refuse_strangers_server(urlsplit(LOCAL_API).port)
+    else:
         _start_server(PREFECT_HOME.value())
     return LOCAL_API
+
+
+def refuse_strangers_server(
+    port: int | None, tables: Sequence[str] = ("/proc/net/tcp", "/proc/net/tcp6")
+) -> None:
+    """Refuse a local server that another user has started, as on a login node.
+
+    Args:
+        port: of the server.
+        tables: of the kernel's sockets. One that isn't there is passed over.
+
+    Raises:
+        ServerError: neither this user nor root, as whom a container's proxy may run, listens there.
+    """
+    for table in map(Path, tables):
+        for line in table.read_text("ascii").splitlines()[1:] if table.exists() else ():
+            _, local, _, state, *rest = line.split()
+            owner = int(rest[3])
+            if state == LISTENS and int(local.rpartition(":")[2], 16) == port:
+                if owner in (0, os.getuid()):
+                    return
+                msg = (
+                    f"the Prefect server at 127.0.0.1:{port} is that of user {owner}: set "
+                    "PREFECT_API_URL to its API if you may use it, or start your own with `prefect "
+                    "server start --port 4201` and set PREFECT_API_URL to http://127.0.0.1:4201/api"
+                )
+                raise ServerError(msg)
 
 
 @contextmanager

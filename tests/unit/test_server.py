@@ -1,6 +1,8 @@
 """How long Prefect's embedded server may take to start, and that it sends no telemetry."""
 
+import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from prefect_torch_ddp.server import (
     ServerError,
     adjust_embedded_server,
     check_embedded_server,
+    refuse_strangers_server,
 )
 
 NAME = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
@@ -106,3 +109,20 @@ def test_a_home_is_made_and_left_empty(tmp_path: Path) -> None:
 def _embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Prefect embed a server, as without any configuration."""
     monkeypatch.setenv(PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.name, "true")
+
+
+@pytest.mark.parametrize(("owner", "is_refused"), [(12345, True), (os.getuid(), False), (0, False)])
+def test_a_server_of_another_user_is_not_used(owner: int, is_refused: bool, tmp_path: Path) -> None:
+    """On a login node its database, and who may cancel a run, is somebody else's."""
+    table = tmp_path / "tcp"
+    line = "   0: 0100007F:{port:04X} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000"
+    lines = [
+        f"{line.format(port=4200, state='01')} 777 0 1 1",  # a connection
+        f"{line.format(port=4201, state='0A')} 777 0 1 1",
+        f"{line.format(port=4200, state='0A')} {owner} 0 1 1",
+    ]
+    table.write_text("\n".join(["  sl  local_address rem_address   st", *lines]), "ascii")
+    tables = [str(tmp_path / "none"), str(table)]
+    says = "at 127.0.0.1:4200 is that of user 12345: set PREFECT_API_URL"
+    with pytest.raises(ServerError, match=says) if is_refused else nullcontext():
+        refuse_strangers_server(4200, tables)
