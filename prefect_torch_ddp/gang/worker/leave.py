@@ -39,7 +39,7 @@ async def _retire(nanny: Nanny, name: str) -> None:
     nanny.close_gracefully(reason=name)  # no new worker
     try:
         await asyncio.wait_for(_announce(nanny, name), RETIRE_S)
-    except (OSError, TimeoutError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, this worker has to go
         where = nanny.worker_address
         logger.warning("the scheduler could not be told that %s leaves: %r", where, error)
     # First the worker alone: one that hears of its removal closes too, and asks its nanny, which
@@ -51,6 +51,8 @@ async def _retire(nanny: Nanny, name: str) -> None:
 async def _announce(nanny: Nanny, name: str) -> None:
     """Have the scheduler expect the end, which then is no failure of the tasks that run there."""
     here: Any = nanny.worker_address
+    if here is None:  # it still starts: the scheduler doesn't know it
+        return
     options = {"close_workers": False, "remove": True}
     if not await nanny.scheduler.retire_workers(workers=[here], **options):
         # It has results that no other worker can take, since all leave: they are made again.
