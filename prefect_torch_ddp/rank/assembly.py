@@ -152,7 +152,7 @@ class ContextAssembly:
             asks = self.info.world_size > 1 or self.config.resume_from is not None
             if self._has("saver") or (asks and not failed):
                 self.training_state.close(failed=failed, error=error)
-            if progress.stopped_by is not None and not failed:
+            if progress.stopped_by is not None:  # code after the loop may refuse what it finds
                 last = self.saver.last
                 last_saved = None if last is None else last.step
                 own = self.program.step if self._has("program") else None

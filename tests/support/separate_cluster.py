@@ -54,11 +54,11 @@ class SeparateCluster:
 
     def start(self, num_workers: int, options: tuple[str, ...]) -> None:
         self.folder.mkdir(exist_ok=True)
-        self.scheduler = self._run("scheduler", "--port", "0")
+        self.scheduler = self.run("scheduler", "--port", "0")
         scheduler_file = self.folder / "scheduler.json"
         wait_until(scheduler_file.exists, HANG_S)
         self.nannies = [
-            self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options)
+            self.run("worker", "--nthreads", "1", "--name", f"w{i}", *options)
             for i in range(num_workers)
         ]
         with Client(scheduler_file=str(scheduler_file)) as client:
@@ -70,7 +70,8 @@ class SeparateCluster:
         tops = (self.scheduler, *self.nannies)
         return {each for top in tops for each in (top, *top.children(recursive=True))}
 
-    def _run(self, what: str, *options: str) -> psutil.Process:
+    def run(self, what: str, *options: str) -> psutil.Process:
+        """Start one more process of `dask scheduler` or `dask worker`."""
         command = [
             sys.executable,
             "-m",

@@ -66,6 +66,11 @@ class AgentClient:
         reason = getattr(state.exception, "reason", "") if state is not None else ""
         return reason == "scheduler-connection-lost"
 
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether Dask cancelled the agent."""
+        return self.future.status == "cancelled" and not self.was_dropped_by_client
+
     async def poll(self) -> AgentNews:
         """Wait for news, about a second at most, and return the news."""
         return await self._poll(LONG_POLL_S)

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError as FutureCancelledError
 from typing import Literal
 
 from prefect_torch_ddp.errors import (
@@ -12,7 +13,6 @@ from prefect_torch_ddp.errors import (
     AgentRefusedError,
     GangCancelledError,
     GangError,
-    GangGrowsError,
     SchedulerLostError,
     WorkerLostError,
 )
@@ -25,17 +25,14 @@ from prefect_torch_ddp.gang.caller.growth import Growth
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import StopSwitch
+from prefect_torch_ddp.gang.caller.verdict.early_stop import EarlyStop
 from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
 from prefect_torch_ddp.gang.caller.verdict.root_cause import (
-    SILENT_SETTLE_S,
-    cancelled,
     early_return,
     error_for,
     identical_s,
     judge,
-    only_stopped,
     settle_s,
-    stopped_unasked,
 )
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
@@ -98,7 +95,7 @@ class Supervisor:
             await self._until_settled(sink)
             await self._raise_if_broken(stop)
             # At once: while Dask holds values, a lost worker would make it run the agent again.
-            parts = await asyncio.gather(*map(self._values_of, self._agents))
+            parts = await asyncio.gather(*(self._values_of(each, sink) for each in self._agents))
             return [value for part in parts for value in part]
         finally:
             pending = set(watches)
@@ -158,10 +155,13 @@ class Supervisor:
 
     async def _raise_if_broken(self, stop: StopSwitch) -> None:
         attempt = self._plan.attempt
-        if self._failures and not (stop.why or self._broken):
-            await self._settle()
-            await self._until_stop_explained()
-        self._raise_if_stopped(stop)
+        if self._failures and not self._broken:
+            if not stop.why:
+                await self._settle()
+            await self._wait(lambda: self._early_stop(stop).settle_s(stop.grace_s))
+        error = self._early_stop(stop).error(self._plan, self._placement.places)
+        if error is not None:
+            raise error
         if self._broken is not None:
             raise self._broken
         if self._hang.stall is not None:
@@ -172,41 +172,17 @@ class Supervisor:
             cause = early_return(self._ended_places(), self._hang.waits_in_vain)
             raise error_for([cause], attempt)
 
-    def _raise_if_stopped(self, stop: StopSwitch) -> None:
-        """Raise if the training stopped early: no success, and no failure's consequence."""
-        plan, stopped = self._plan, self._stopped
-        if stop.why:
-            raise cancelled(plan.name, f"stopped by {stop.why}", stopped)
-        was_cancelled = isinstance(self._broken, GangCancelledError)
-        if self._failures and not (was_cancelled or self._is_stop_explained):
-            return
-        if was_cancelled or (self._broken is None and only_stopped(stopped, self._failures)):
-            why_ended, places = self._why_agent_ended, self._placement.places
-            if self._growth.why and not why_ended and not was_cancelled:
-                after = f"all ranks stopped after step {stopped[0].stopped.step}"
-                msg = f"{self._growth.why}; {after}"
-                raise GangGrowsError(msg)
-            raise stopped_unasked(plan, stopped, places, why_ended, was_cancelled=was_cancelled)
-
-    @property
-    def _why_agent_ended(self) -> str:
-        return next(filter(None, (agent.news.why_ended for agent in self._agents)), "")
-
-    @property
-    def _is_stop_explained(self) -> bool:
-        is_terminated = any(event.stopped.by == "SIGTERM" for event in self._stopped)
-        return bool(self._growth.why or self._why_agent_ended) or is_terminated
-
-    async def _until_stop_explained(self) -> None:
-        """Wait briefly for the reason why ranks that failed after they stopped had to stop.
-
-        The agent of a worker that leaves says so; the failure may be heard of first.
-        """
-        until_s = time.monotonic() + SILENT_SETTLE_S
-        while only_stopped(self._stopped, self._failures) and not self._is_stop_explained:
-            if (left_s := until_s - time.monotonic()) <= 0:
-                break
-            await self._news(left_s)
+    def _early_stop(self, stop: StopSwitch) -> EarlyStop:
+        return EarlyStop(
+            stopped=self._stopped,
+            failures=self._failures,
+            returned=self._returned,
+            why_asked=stop.why,
+            why_grows=self._growth.why,
+            why_agent_ended=next(filter(None, (each.news.why_ended for each in self._agents)), ""),
+            has_cancelled_agent=any(agent.was_cancelled for agent in self._agents),
+            broken=self._broken,
+        )
 
     def _ended_places(self) -> Sequence[RankPlace]:
         return [place for place in self._placement.places if place.rank in self._ended]
@@ -254,14 +230,14 @@ class Supervisor:
     async def _settle(self) -> None:
         """Wait shortly for the cause, then for identical failures of other ranks."""
         size = self._placement.shape.world_size
-        for limit_s in (settle_s, identical_s):
-            started = time.monotonic()
-            while True:
-                # News may change the limit.
-                until = started + limit_s(self._failures, len(self._ended), size)
-                if (left_s := until - time.monotonic()) <= 0:
-                    break
-                await self._news(left_s)
+        await self._wait(lambda: settle_s(self._failures, len(self._ended), size))
+        await self._wait(lambda: identical_s(self._failures, len(self._ended), size))
+
+    async def _wait(self, limit_s: Callable[[], float]) -> None:
+        """Wait until the limit, which news may change, has passed."""
+        started = time.monotonic()
+        while (left_s := started + limit_s() - time.monotonic()) > 0:
+            await self._news(left_s)
 
     async def _watch(self, agent: AgentClient, sink: Sink) -> None:
         """Pass on one agent's events until it ends; its loss is a failure of its ranks."""
@@ -269,7 +245,7 @@ class Supervisor:
         try:
             await self._pass_on(agent, sink)
             if not self._failures and not {place.rank for place in places} <= self._returned:
-                self._break(await self._why_gone(agent))
+                self._break(await self._why_gone(agent, sink))
         except AgentLostError as error:
             agent.is_lost = True
             for place in places:
@@ -291,22 +267,25 @@ class Supervisor:
 
     async def _pass_on(self, agent: AgentClient, sink: Sink) -> None:
         while agent.news.state != "ended":
-            news = await agent.poll()
-            for event in news.events:
-                self._note(event)
-                if not isinstance(event, RankStack):  # of a mere suspicion, perhaps
-                    sink(event)
-            if self._hang.take(news.heartbeats, sink):
-                self._changed.set()
+            await self._poll(agent, sink)
             # An agent that Dask cancelled shuts its ranks down, and reports that.
             if agent.future.status not in ("pending", "cancelled") or agent.was_dropped_by_client:
                 break
 
-    async def _why_gone(self, agent: AgentClient) -> GangError:
+    async def _poll(self, agent: AgentClient, sink: Sink) -> None:
+        news = await agent.poll()
+        for event in news.events:
+            self._note(event)
+            if not isinstance(event, RankStack):  # of a mere suspicion, perhaps
+                sink(event)
+        if self._hang.take(news.heartbeats, sink) or news.why_ended:
+            self._changed.set()
+
+    async def _why_gone(self, agent: AgentClient, sink: Sink) -> GangError:
         """Tell why an agent ended unasked."""
         if agent.news.state != "ended":  # its task's end was heard of first
             with contextlib.suppress(AgentLostError, GangError):
-                await agent.poll()
+                await self._poll(agent, sink)
         if agent.news.why_ended:
             return WorkerLostError(f"{agent.news.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the agent's end is heard of before its task's
@@ -342,11 +321,13 @@ class Supervisor:
                 return
         self._changed.set()
 
-    async def _values_of(self, agent: AgentClient) -> tuple[bytes, ...]:
+    async def _values_of(self, agent: AgentClient, sink: Sink) -> tuple[bytes, ...]:
         address = agent.worker.address
         try:
             await agent.give("leave")
             part = await agent.values()
+        except FutureCancelledError:  # Dask's own, which is no asyncio.CancelledError
+            raise await self._why_gone(agent, sink) from None
         except (AgentLostError, AgentRefusedError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and agent.future.status != "cancelled":
                 raise
@@ -356,5 +337,5 @@ class Supervisor:
             )
             raise WorkerLostError(msg) from error
         if not part:  # cancelled, or it left because its worker closes or its caller was silent
-            raise await self._why_gone(agent)
+            raise await self._why_gone(agent, sink)
         return part

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -34,12 +34,12 @@ def saved_steps(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def training(
-    client: Client, folder: Path
+    client: Client, folder: Path, function: Callable[..., int] = hanging.train_until_enough
 ) -> Iterator[tuple["ThreadFuture[list[object]]", list[int]]]:
     """Train in a thread; give its future and the ranks' pids."""
     pids = folder / "pids"
     pids.mkdir()
-    args = hanging.config_in(folder), hanging.train_until_enough, (str(pids),)
+    args = hanging.config_in(folder), function, (str(pids),)
     with ThreadPoolExecutor(1) as pool:
         gang = pool.submit(run_gang, client, run_with_context, args=args, world_size=2)
         yield gang, pids_in(pids, 2)
@@ -62,9 +62,19 @@ def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> Non
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """If one agent is cancelled, all ranks stop after the same step, which is saved and named."""
-    with training(dask_client, tmp_path) as (gang, ranks):
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(hanging.train_until_enough, id="returns"),
+        pytest.param(hanging.train_enough, id="raises"),
+    ],
+)
+def test_client_cancel_leaves_a_checkpoint(
+    function: Callable[..., int], dask_client: Client, tmp_path: Path
+) -> None:
+    """If one agent is cancelled, all ranks stop after the same step, which is saved and named,
+    also if code after the loop raises since the model isn't fully trained."""
+    with training(dask_client, tmp_path, function) as (gang, ranks):
         cancel_agents(dask_client, 1)
         error = gang.exception(HANG_S)
     assert isinstance(error, GangCancelledError)

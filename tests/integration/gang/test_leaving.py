@@ -129,6 +129,30 @@ def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Pa
         nanny.wait(HANG_S)
 
 
+SLOW_START = """
+import time
+from pathlib import Path
+folder = Path({folder!r})
+def dask_setup(worker):
+    (folder / "starts").touch()
+    while not (folder / "goes-on").exists():
+        time.sleep(0.1)
+"""
+
+
+def test_a_worker_that_still_starts_leaves_as_well(tmp_path: Path) -> None:
+    """A job that ends while its worker starts ends at the first signal."""
+    preload = tmp_path / "slow_start.py"
+    preload.write_text(SLOW_START.format(folder=str(tmp_path)))
+    options = ("--preload-nanny", "prefect_torch_ddp.gang.worker.leave", "--preload", str(preload))
+    with separate_cluster(tmp_path / "cluster", 1) as cluster:
+        nanny = cluster.run("worker", *options)
+        wait_until((tmp_path / "starts").exists, HANG_S)
+        nanny.send_signal(signal.SIGTERM)
+        (tmp_path / "goes-on").touch()
+        nanny.wait(HANG_S)
+
+
 @pytest.mark.long
 def test_a_busy_caller_hears_of_a_leave_as_well(tmp_path: Path) -> None:
     """A worker that leaves stays until its gang's caller has heard how its ranks ended."""
@@ -186,7 +210,7 @@ def test_code_that_refuses_a_training_cut_short_fails_no_gang_that_grows_or_leav
     """The gang grows without a restart, and a worker that leaves is named as the cause."""
     events: list[GangEvent] = []
     folder = tmp_path / "marks"
-    options = {"world_size": 1, "max_world_size": 2, "max_restarts": 1}
+    options = {"world_size": 1, "max_world_size": 2}
     options |= {"function": hanging.train_enough, "on_event": events.append}
     with own_cluster(1) as (cluster, client), training(client, tmp_path, 25, **options) as gang:
         begun(folder, 1, 0)
@@ -200,6 +224,7 @@ def test_code_that_refuses_a_training_cut_short_fails_no_gang_that_grows_or_leav
     assert attempts_in(events) == [(1, 1), (2, 2), (3, 1)]
     grown, left = (event for event in events if isinstance(event, FailureRecord))
     assert grown.is_move
+    assert left.is_move, "all ranks saved"
     assert "workers for 2 ranks instead of 1" in grown.summary
     assert "was closed" in left.summary
 

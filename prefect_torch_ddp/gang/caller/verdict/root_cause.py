@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.protocol.events import RankFailure, RankStopped
+from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
+from prefect_torch_ddp.protocol.events import RankFailure
 from prefect_torch_ddp.protocol.rank import RankPlace
 
 SETTLE_S = 0.25
@@ -53,23 +52,6 @@ def judge(
     return cause, *(failure for failure in failures if failure is not cause)
 
 
-def only_stopped(stopped: Sequence[RankStopped], failures: Sequence[RankFailure]) -> bool:
-    """Tell whether ranks stopped early, and failed at most as a consequence.
-
-    Code after the loop may find a model that isn't fully trained, and raise. A last checkpoint
-    that can't be written, and a rank that was killed, count as failures.
-    """
-    ranks = {event.rank for event in stopped}
-    return bool(stopped) and all(
-        each.is_collateral or (each.rank in ranks and _is_of_user_code(each)) for each in failures
-    )
-
-
-def _is_of_user_code(failure: RankFailure) -> bool:
-    is_ours = failure.exception_type.startswith("prefect_torch_ddp.")
-    return failure.kind in ("exception", "exit") and not is_ours
-
-
 def early_return(
     returned: Sequence[RankPlace], waiting: int, collateral: Sequence[RankFailure] = ()
 ) -> RankFailure:
@@ -99,37 +81,3 @@ def error_for(failures: Sequence[RankFailure], attempt: int) -> RankFailedError 
         f"{cause.summary}; it held {'rank' if len(lost) == 1 else 'ranks'} {ranks} "
         f"in attempt {attempt}; the rest of the gang was stopped"
     )
-
-
-def cancelled(gang_name: str, how: str, stopped: Sequence[RankStopped]) -> GangCancelledError:
-    """Return the error of a cancelled gang, with the step agreed on and its checkpoint."""
-    step = stopped[0].stopped.step if stopped else None
-    saved = [event.stopped.checkpoint_step for event in stopped]
-    newest = next((step for step in saved if step is not None), None)
-    return GangCancelledError(f"gang {gang_name!r} was {how}", step, newest)
-
-
-def stopped_unasked(
-    plan: GangPlan,
-    stopped: Sequence[RankStopped],
-    places: Sequence[RankPlace],
-    why_agent_ended: str,
-    *,
-    was_cancelled: bool,
-) -> GangError:
-    """Return the error of a gang that stopped without its caller's order.
-
-    A rank got SIGTERM, a worker closed, or Dask cancelled an agent.
-    """
-    terminated = next((event for event in stopped if event.stopped.by == "SIGTERM"), None)
-    if terminated is not None and not was_cancelled:
-        rank, step = terminated.rank, terminated.stopped.step
-        summary = f"was ended by SIGTERM (15); all ranks stopped after step {step}"
-        failure = RankFailure(rank, places[rank].host, 0, "signal", summary, signal=15)
-        return RankFailedError.from_failures(failure, plan.attempt)
-    if why_agent_ended:
-        after = f" after step {stopped[0].stopped.step}" if stopped else ""
-        saved = [event.stopped.step for event in stopped if event.stopped.is_saved]
-        text = f"{why_agent_ended}; the rest of the gang was stopped{after}"
-        return WorkerLostError(text, max(filter(None, saved), default=None))
-    return cancelled(plan.name, "cancelled from outside; its ranks were stopped", stopped)

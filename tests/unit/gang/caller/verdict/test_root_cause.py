@@ -12,10 +12,9 @@ from prefect_torch_ddp.gang.caller.verdict.root_cause import (
     error_for,
     identical_s,
     judge,
-    only_stopped,
     settle_s,
 )
-from prefect_torch_ddp.protocol.events import RankFailure, RankStopped, Stopped
+from prefect_torch_ddp.protocol.events import RankFailure
 from prefect_torch_ddp.protocol.rank import RankPlace
 
 CLOSED_TEXT = "RuntimeError: Connection closed by peer"
@@ -42,18 +41,6 @@ def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> 
     assert (cause.rank, cause.kind, collateral) == (1, "returned", [CLOSED])
     assert judge([CLOSED, BOOM], [place])[0] == BOOM
     assert judge([CLOSED, replace(CLOSED, rank=3)])[0] == CLOSED, "else the first seen"
-
-
-def test_code_after_a_loop_that_was_stopped_is_no_cause() -> None:
-    """A lost rank or an unwritten checkpoint is one, as is a rank that had not stopped."""
-    stopped = [RankStopped(rank, Stopped(7, "order")) for rank in (0, 1)]
-    raised = replace(BOOM, exception_type="builtins.ValueError")
-    assert only_stopped(stopped, [])
-    assert only_stopped(stopped, [CLOSED, raised])
-    not_saved = replace(BOOM, exception_type="prefect_torch_ddp.StorageError")
-    for cause in (KILLED, LOST, not_saved, replace(raised, rank=2)):
-        assert not only_stopped(stopped, [raised, cause])
-    assert not only_stopped([], [raised])
 
 
 def test_a_lost_worker_names_all_its_ranks() -> None:
