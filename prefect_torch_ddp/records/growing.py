@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from prefect_torch_ddp.records.metrics import ROW, Records, read_new_records, reported
+from prefect_torch_ddp.records.metrics import ROW, Records, read_new_records
 from prefect_torch_ddp.storage.protocol import Storage
 
 
 class GrowingRecords:
-    """What was reported in all attempts, as `read_all_records` returns it."""
+    """What is on record of all attempts, with what ranks measured themselves."""
 
     def __init__(self, storage: Storage, run_id: str) -> None:
         """Make it; nothing is read yet."""
@@ -26,13 +26,13 @@ class GrowingRecords:
             StorageError: the storage can't be read.
         """
         known = set(self._known)
-        found = reported(read_new_records(self._storage, self._run_id, known))
+        found = read_new_records(self._storage, self._run_id, known)
         new = sorted(known - self._known)
         if any(key < self._newest.get(_series(key), "") for key in new):
             # An agent may write what a killed rank left, between parts that were read.
             known = set()
             self._records, self._newest = _none(), {}
-            found = reported(read_new_records(self._storage, self._run_id, known))
+            found = read_new_records(self._storage, self._run_id, known)
             new = sorted(known)
         self._known = known
         self._newest |= {_series(key): key for key in new}

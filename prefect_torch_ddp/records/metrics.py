@@ -196,12 +196,16 @@ def resumed_at(firsts: Mapping[int, tuple[bool, float]]) -> dict[int, int]:
 
 
 def surviving_records(records: Records) -> Records:
-    """Keep what no newer attempt superseded."""
+    """Keep what was reported and no newer attempt superseded.
+
+    What ranks measured themselves counts before it is left out: an attempt may report nothing in
+    its first steps, and takes back those of the attempt before all the same.
+    """
     counts = np.ones(len(records), bool)
     firsts = resumed_at(first_steps(records))
     for attempt, end in superseded_from(firsts).items():
         counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
-    return records if counts.all() else records.where(counts)
+    return reported(records if counts.all() else records.where(counts))
 
 
 def epoch_rows(records: Records) -> tuple[EpochRow, ...]:
@@ -243,16 +247,16 @@ def records_frame(
     Raises:
         InvalidParamsError: pandas isn't installed.
     """
-    records = read_all_records(storage, run_id)
+    records = read_new_records(storage, run_id, set())
+    records = reported(records) if all_attempts else surviving_records(records)
     return frame_of(records, all_attempts=all_attempts, by_step=by_step)
 
 
 def frame_of(
     records: Records, *, all_attempts: bool = False, by_step: bool = False
 ) -> "pd.DataFrame":
-    """Return records of all attempts as `records_frame` does."""
+    """Return records as `records_frame` does, which has left out the superseded ones."""
     pd = import_pandas("read_metrics")
-    records = records if all_attempts else surviving_records(records)
     records = by_steps(records) if by_step else records
     columns = {name: records.rows[name] for name in ROW.names or ()}
     columns["num_samples"] = np.maximum(columns["num_samples"], 0)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from prefect_torch_ddp.checkpoint.attempts import record_resume
 from prefect_torch_ddp.checkpoint.keys import CheckpointId, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.records.metrics import by_steps, read_all_records, surviving_records
+from prefect_torch_ddp.records.metrics import by_steps, read_new_records, surviving_records
 from prefect_torch_ddp.records.run_record import RunRecord, write_record
 from prefect_torch_ddp.storage.formats import METRICS
 from tests.support.formats import head
@@ -55,7 +55,7 @@ def say(shelf: Shelf, state: str = "training", **more: object) -> None:
 
 def history(shelf: Shelf) -> dict[str, list[tuple[int, float]]]:
     """Return each metric's series, as `read_metrics(by="step")` has it."""
-    records = by_steps(surviving_records(read_all_records(shelf, RUN)))
+    records = by_steps(surviving_records(read_new_records(shelf, RUN, set())))
     return {
         name: sorted(zip(records.rows["step"][having].tolist(), values.tolist(), strict=True))
         for name, (having, values) in records.metrics.items()

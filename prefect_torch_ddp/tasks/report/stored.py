@@ -10,7 +10,6 @@ from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.metrics import (
     Records,
     epoch_rows,
-    read_all_records,
     read_new_records,
     reported,
     surviving_records,
@@ -56,9 +55,8 @@ class StoredRun:
     def of(cls, storage: Storage, run_id: str) -> Self:
         """Read them."""
         records = read_new_records(storage, run_id, set())
-        by_ranks = reported(records)
-        epochs = epoch_rows(surviving_records(by_ranks))
-        return cls(storage, run_id, records, epochs, len(by_ranks))
+        epochs = epoch_rows(surviving_records(records))
+        return cls(storage, run_id, records, epochs, len(reported(records)))
 
 
 def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> RunView:
@@ -150,7 +148,7 @@ class Readings:
             due["checkpoints"] = lambda: kept_checkpoints(*at)
         if is_last and needs_epochs:
             if self._num_records < MAX_RECORDS:
-                due["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
+                due["epochs"] = lambda: epoch_rows(surviving_records(read_new_records(*at, set())))
             else:
                 due["without_epochs"] = lambda: TOO_MANY.format(MAX_RECORDS)
         if not has_previous:

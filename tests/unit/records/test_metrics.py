@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError, read_goodput, read_ledger, read_metrics
+from prefect_torch_ddp.records.growing import GrowingRecords
 from prefect_torch_ddp.records.metrics import (
     MEASURED,
     epoch_rows,
@@ -50,6 +51,22 @@ def test_an_attempt_that_was_killed_before_its_first_step_takes_no_step_back():
     assert kept(before, again, after) == [(1, 0, 1), (2, 0, 1), (2, 0, 2), (3, 0, 3)]
     own_loop = [record(step, num_samples=0, reward=1.0) for step in (1, 2, 3)]
     assert kept(own_loop, again) == [(1, 0, 1), (2, 0, 2)]
+
+
+def test_an_attempt_that_reports_nothing_at_first_takes_back_the_steps_that_it_repeats():
+    """It resumed after step 410, and reports every 100 steps; step 430 is no longer what counts."""
+    first = line(400, loss=1.0) + line(430, skipped=1.0)
+    measured = vars(record(411, attempt=2)) | {"measured": {"learning_rate": 0.1}}
+    again = json.dumps(measured).encode() + b"\n" + line(500, attempt=2, loss=0.5)
+    again_key = f"runs/{RUN}/metrics/rank-00000/000002-000001.jsonl"
+    shelf = Shelf({part(0): HEAD + first, again_key: HEAD + again})
+    assert read_metrics(shelf, RUN)["step"].tolist() == [400, 500]
+    assert read_metrics(shelf, RUN, all_attempts=True)["step"].tolist() == [400, 430, 500]
+    counting = surviving_records(GrowingRecords(shelf, RUN).read())
+    assert [(each.step, each.metrics) for each in rows(counting)] == [
+        (400, {"loss": 1.0}),
+        (500, {"loss": 0.5}),
+    ]
 
 
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():
