@@ -5,9 +5,10 @@ environment, since it may hold a secret:
 
     WEBHOOK_URL        where to post (required): Slack, Teams, Mattermost, or your own
 
-With `--silent-after SECONDS`, a second automation posts when a training that hasn't finished has
-committed no checkpoint for so long: its queue starts no jobs, its steps take longer than expected,
-or its process was killed.
+With `--silent-after SECONDS`, a second automation posts when a training that began and hasn't
+finished has committed no checkpoint for so long: its queue starts no further jobs, its steps take
+longer than expected, or its process was killed. A run that ends before its data is prepared isn't
+told of, for example since its cluster can't be reached: see the state of its flow run.
 """
 
 import argparse
