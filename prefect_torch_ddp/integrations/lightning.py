@@ -164,7 +164,9 @@ class _Callback(Checkpoint):  # type: ignore[misc]
 
     def _show(self, trainer: Trainer) -> None:
         total, epoch = trainer.estimated_stepping_batches, trainer.current_epoch + 1
-        self._ctx.progress(self._step, int(total) if total < float("inf") else None, epoch=epoch)
+        # For a loader without a length it is max_steps, which is -1 without a limit.
+        num_steps = int(total) if 0 <= total < float("inf") else None
+        self._ctx.progress(self._step, num_steps, epoch=epoch)
 
     def _save_if_wanted(self, trainer: Trainer) -> None:
         if self._wants_save and self._has_stepped and self._step > self._saved_at:

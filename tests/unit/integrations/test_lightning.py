@@ -1,0 +1,104 @@
+"""Lightning's Trainer with data of any kind, and with validations of your own.
+
+In one process; `tests/integration/integrations/test_lightning.py` kills ranks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from prefect_torch_ddp import CheckpointParams, RankContext
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.integrations.lightning import attach
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),  # what Lightning says of the machine
+]
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what Lightning sets for good removed."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+class Net(pl.LightningModule):
+    """A net of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[torch.Tensor], _index: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Streamed(IterableDataset[list[torch.Tensor]]):
+    """Ten rows, without a length."""
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return ([torch.full((2,), float(row))] for row in range(10))
+
+
+def loader() -> DataLoader[Any]:
+    """Return ten batches of one row."""
+    return DataLoader(TensorDataset(torch.arange(20.0).reshape(10, 2)))
+
+
+def trainer(folder: Path, **options: Any) -> pl.Trainer:
+    """Return a Trainer that writes nothing by itself."""
+    usual: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    return pl.Trainer(**usual | options)
+
+
+def context(folder: Path) -> Any:
+    """Return the context of an attempt whose checkpoints come every four steps."""
+    policy = CheckpointParams(every_s=None, every_steps=4, keep_last=9)
+    return RankContext.local(storage=folder, run_id="run", checkpoint=policy)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of all commits."""
+    return [each.step for each in list_manifests(DirectoryStorage(folder), "run")]
+
+
+def test_a_loader_without_a_length_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of steps is then unknown; -1 was refused at the first step."""
+    shown = []
+    progress = RankContext.progress
+
+    def noted(ctx: RankContext, step: int, total: int | None = None, *, epoch: int = 0) -> None:
+        shown.append((step, total, epoch))
+        progress(ctx, step, total, epoch=epoch)
+
+    monkeypatch.setattr(RankContext, "progress", noted)
+    with context(tmp_path):
+        fitted = trainer(tmp_path)
+        fitted.fit(Net(), DataLoader(Streamed()), ckpt_path=attach(fitted))
+    assert shown == [(step, None, 1 + (step > 10)) for step in range(1, 21)]
+    assert steps_in(tmp_path) == [4, 8, 12, 16, 20]
