@@ -12,6 +12,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.trainer.states import TrainerFn
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
@@ -22,6 +23,7 @@ from prefect_torch_ddp.integrations.refused import (
     sizes_of,
 )
 from prefect_torch_ddp.rank.context import RankContext, current_context
+from prefect_torch_ddp.rank.link import report_progress
 
 
 def attach(trainer: Trainer) -> str | None:
@@ -147,11 +149,16 @@ class _Callback(Checkpoint):  # type: ignore[misc]
             self._save_if_wanted(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn == TrainerFn.FITTING:
             self._show(trainer)
+        else:  # `trainer.validate`, for which the number of steps may be unknown
+            report_progress()
 
     def on_validation_end(self, trainer: Trainer, _module: Any) -> None:
-        if trainer.sanity_checking or not self._has_stepped:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if not is_fitting or trainer.sanity_checking or not self._has_stepped:
             return
         self._wants_save |= self._keeps_best or trainer.should_stop
         if not trainer.is_last_batch:

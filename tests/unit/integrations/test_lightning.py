@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.integrations import lightning
 from prefect_torch_ddp.integrations.lightning import attach
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -102,3 +103,30 @@ def test_a_loader_without_a_length_is_trained_on(
         fitted.fit(Net(), DataLoader(Streamed()), ckpt_path=attach(fitted))
     assert shown == [(step, None, 1 + (step > 10)) for step in range(1, 21)]
     assert steps_in(tmp_path) == [4, 8, 12, 16, 20]
+
+
+def test_validations_outside_of_fit_are_only_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after it, also of a training that has ended: they need no data for training."""
+    signs = []
+    monkeypatch.setattr(lightning, "report_progress", lambda: signs.append("life"))
+    progress = RankContext.progress
+
+    def noted(ctx: RankContext, step: int, *args: Any, **named: Any) -> None:
+        signs.append(step)
+        progress(ctx, step, *args, **named)
+
+    monkeypatch.setattr(RankContext, "progress", noted)
+    for is_first in (True, False):
+        with context(tmp_path):
+            fitted, net = trainer(tmp_path, limit_val_batches=2, max_epochs=1), Net()
+            newest = attach(fitted)
+            fitted.validate(net, loader())
+            fitted.fit(net, loader(), loader(), ckpt_path=newest)
+            fitted.validate(net, loader())
+        # In `fit` two validated batches belong to the last step.
+        steps = [*range(1, 11), 10, 10] if is_first else []
+        assert signs == ["life", "life", *steps, "life", "life"]
+        signs.clear()
+        assert steps_in(tmp_path) == [4, 8, 10]
