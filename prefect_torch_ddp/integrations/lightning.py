@@ -165,8 +165,10 @@ class _Callback(Checkpoint):  # type: ignore[misc]
             self._save_if_wanted(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, _module: Any) -> None:
-        is_last = trainer.current_epoch + 1 == trainer.max_epochs
-        self._wants_save |= is_last or trainer.should_stop
+        is_over = trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop
+        self._wants_save |= is_over
+        # Gradients accumulated since the last step aren't saved: no step will use them.
+        self._has_stepped |= is_over
         self._save_if_wanted(trainer)
 
     def _show(self, trainer: Trainer) -> None:

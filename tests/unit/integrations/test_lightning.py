@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, RankContext
@@ -52,12 +53,12 @@ class Streamed(IterableDataset[list[torch.Tensor]]):
     """Ten rows, without a length."""
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        return ([torch.full((2,), float(row))] for row in range(10))
+        return ([torch.full((2,), row / 10)] for row in range(10))
 
 
 def loader() -> DataLoader[Any]:
     """Return ten batches of one row."""
-    return DataLoader(TensorDataset(torch.arange(20.0).reshape(10, 2)))
+    return DataLoader(TensorDataset(torch.arange(20.0).reshape(10, 2) / 20))
 
 
 def trainer(folder: Path, **options: Any) -> pl.Trainer:
@@ -75,9 +76,23 @@ def trainer(folder: Path, **options: Any) -> pl.Trainer:
     return pl.Trainer(**usual | options)
 
 
-def context(folder: Path) -> Any:
-    """Return the context of an attempt whose checkpoints come every four steps."""
-    policy = CheckpointParams(every_s=None, every_steps=4, keep_last=9)
+class ByHand(Net):
+    """Makes a step every four batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.manual_backward(super().training_step(batch, index))
+        if index % 4 == 3:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def context(folder: Path, every_steps: int = 4) -> Any:
+    """Return the context of an attempt; it has a checkpoint every few steps."""
+    policy = CheckpointParams(every_s=None, every_steps=every_steps, keep_last=9)
     return RankContext.local(storage=folder, run_id="run", checkpoint=policy)
 
 
@@ -130,3 +145,27 @@ def test_validations_outside_of_fit_are_only_signs_of_life(
         assert signs == ["life", "life", *steps, "life", "life"]
         signs.clear()
         assert steps_in(tmp_path) == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("net", "patience", "last"),
+    [(Net, 1, 1), (ByHand, 1, 1), (ByHand, 99, 4)],
+    ids=["early stop", "early stop, by hand", "last epoch, by hand"],
+)
+def test_an_end_within_an_accumulation_has_a_checkpoint(
+    tmp_path: Path, net: type[Net], patience: int, last: int
+) -> None:
+    """It has the weights of the last step. After a restart no step is added."""
+    ends = []
+    for _ in range(2):
+        stopping = EarlyStopping("val_loss", 1e9, patience, check_finite=False)
+        options: dict[str, Any] = {"val_check_interval": 3, "callbacks": [stopping]}
+        if net is Net:
+            options["accumulate_grad_batches"] = 4
+        with context(tmp_path, every_steps=3):
+            fitted, model = trainer(tmp_path, **options), net()
+            fitted.fit(model, loader(), loader(), ckpt_path=attach(fitted))
+        assert steps_in(tmp_path)[-1] == last
+        ends.append((fitted.global_step, model.layer.weight.tolist()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == last
