@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,7 @@ from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restor
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import (
+    reason_against,
     refuse_options,
     refuse_other_ranks,
     refuse_other_sizes,
@@ -39,7 +41,8 @@ def attach(accelerator: Accelerator) -> "Loop":
 
     Raises:
         InvalidParamsError: the Accelerator has an option with which a resumed training would differ
-            or fail; the message names it. Or the newest commit is of another number of ranks.
+            or fail; the message names it. Or the newest commit is of another number of ranks, or
+            loading a state of it could run code.
     """
     if (ctx := current_context()) is None:
         return Loop(accelerator, None)
@@ -82,7 +85,7 @@ class Loop:
         self._kept: Any = None
         if ctx is not None and ctx.committed is not None:
             refuse_other_ranks(ctx, "Accelerate", "loop-*.pt")
-            accelerator.load_state(str(ctx.committed))
+            self._load_state(ctx.committed)
             self._kept = torch.load(ctx.committed / f"loop-{ctx.rank}.pt")
             self.step, self._skips_steps = self._kept["step"], self._kept["skips_steps"]
 
@@ -179,7 +182,8 @@ class Loop:
         if (epoch, num_done) > (end, 0):
             return end
         if first > 0:  # the code after finished calls has run again
-            self._accelerator.load_state(str(ctx.committed))
+            assert ctx.committed is not None
+            self._load_state(ctx.committed)
         if epoch == end:  # the commit is of the call's last step: what comes next wasn't done
             self._restore(self._kept["now"])
             self._kept = None
@@ -239,12 +243,33 @@ class Loop:
                 _sampler(loader).generator.set_state(own)
         restore_generators(kept["generators"])
 
+    def _load_state(self, folder: Path) -> None:
+        self._refuse_pickles(folder)
+        self._accelerator.load_state(str(folder))
+
+    def _refuse_pickles(self, folder: Path) -> None:
+        """Raise InvalidParamsError if the state of a registered object isn't only data.
+
+        Accelerate unpickles these states, so whoever can write to the storage could run code.
+        """
+        for index, item in enumerate(self._accelerator._custom_objects):  # noqa: SLF001
+            path = folder / f"custom_checkpoint_{index}.pkl"  # rank 0 writes it
+            if path.exists() and (reason := reason_against(path)) is not None:
+                msg = (
+                    f"{path.name}, the state of the {type(item).__qualname__} given to "
+                    f"register_for_checkpointing, isn't only data ({reason}), so that loading it "
+                    "could run code: its state_dict() should return tensors, numbers, texts, lists "
+                    "and plain dicts, and NumPy arrays as tensors"
+                )
+                raise InvalidParamsError(msg)
+
     def _save(self, position: tuple[int, int], begun: Any) -> None:
         assert self._ctx is not None
         now = self._capture()
         epoch, num_done = position
         rank, folder = self._ctx.rank, self._ctx.checkpoint_folder / f"step-{self.step}"
         self._accelerator.save_state(str(folder))
+        self._refuse_pickles(folder)
         state = {
             "step": self.step,
             "epoch": epoch,

@@ -1,6 +1,10 @@
 """What all integrations refuse in the same words."""
 
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+import torch
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.context import RankContext
@@ -67,6 +71,20 @@ def batch_size_of(loader: Any) -> int | None:
     for each in (loader, getattr(loader, "batch_sampler", None)):
         if isinstance(size := getattr(each, "batch_size", None), int):
             return size
+    return None
+
+
+def reason_against(path: Path) -> str | None:
+    """Return why `torch.load(weights_only=True)` refuses a file, in a few words; None: it loads.
+
+    Torch's own text has ten lines, most of which advise to load the file without the check.
+    """
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except UnpicklingError as error:  # raised while the short one was handled
+        return str(error.__context__ or error).partition(" was not an allowed global")[0]
+    except RuntimeError as error:  # it isn't of the kind that torch.save writes today
+        return str(error).partition("\n")[0]
     return None
 
 

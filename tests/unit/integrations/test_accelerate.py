@@ -3,6 +3,7 @@
 In one process; `tests/integration/integrations/test_accelerate.py` kills ranks.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext, read_metrics
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.integrations import accelerate
 from prefect_torch_ddp.integrations.accelerate import attach
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -35,6 +37,31 @@ def _own_accelerator() -> Iterator[None]:
 
 class KilledError(Exception):
     """Ends an attempt."""
+
+
+class Held:
+    """Has one thing as its state."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it by a name."""
+        return {"thing": self.thing}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.thing = state["thing"]
+
+
+class Bomb:
+    """Makes a folder when somebody unpickles it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._folder),)
 
 
 class Training:
@@ -66,6 +93,8 @@ class Training:
         self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
         self.loaders = [self.accelerator.prepare(loader) for loader in loaders]
         self.schedule = self.accelerator.prepare(schedule)
+        if "registered" in chosen:
+            self.accelerator.register_for_checkpointing(chosen["registered"])
         self.loop = attach(self.accelerator)
         self.first_step = self.loop.step
         self.orders: list[list[float]] = []
@@ -393,3 +422,46 @@ def test_the_plain_loop_counts_steps_and_epochs_too() -> None:
     in_the_body(training)
     assert (training.loop.step, training.loop.epoch, training.num_batches) == (18, 3, 18)
     assert training.schedule.get_last_lr() == [0.1 * 0.5**3]
+
+
+def test_a_registered_object_keeps_its_data(tmp_path: Path) -> None:
+    """What `register_for_checkpointing` is given, as far as it is data."""
+    data = {"count": 3, "names": ["a", "b"], "mean": torch.ones(2)}
+    run(tmp_path, in_the_body, registered=Held(data))
+    held = Held(None)
+    run(tmp_path, in_the_body, registered=held)
+    assert str(held.thing) == str(data)
+
+
+def test_a_state_that_is_more_than_data_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    """Not only by the attempt that would resume from it; the error says what it contains."""
+    said = (
+        r"custom_checkpoint_0\.pkl, the state of the Held given to register_for_checkpointing, "
+        r"isn't only data \(Unsupported global: GLOBAL pathlib\.\w*PosixPath\), .*"
+        r"its state_dict\(\) should return tensors"
+    )
+    with pytest.raises(InvalidParamsError, match=said):
+        run(tmp_path, in_the_body, registered=Held(tmp_path))
+    assert list_manifests(DirectoryStorage(tmp_path), "run") == []
+
+
+def test_a_pickle_in_a_registered_objects_state_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate by itself would run it."""
+    ran = tmp_path / "ran"
+
+    def train(thing: Any, die_at: int | None = None) -> None:
+        run(tmp_path / "runs", in_the_body, die_at, registered=Held(thing))
+
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(accelerate, "reason_against", lambda _: None, raising=False)
+        with pytest.raises(KilledError):  # somebody else has put it into the storage
+            train(Bomb(ran), 6)
+    with pytest.raises(InvalidParamsError, match=r"GLOBAL \w+\.mkdir"):
+        train(None)
+    assert not ran.exists()
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(accelerate, "reason_against", lambda _: None)
+        train(None)
+    assert ran.exists(), "it would have"
