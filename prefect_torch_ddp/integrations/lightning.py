@@ -1,8 +1,10 @@
 """Lightning's Trainer: `trainer.fit(model, data, ckpt_path=attach(trainer))`."""
 
+import logging
 import shutil
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import (
+    reason_against,
     refuse_options,
     refuse_other_ranks,
     refuse_other_sizes,
@@ -24,6 +28,14 @@ from prefect_torch_ddp.integrations.refused import (
 )
 from prefect_torch_ddp.rank.context import RankContext, current_context
 from prefect_torch_ddp.rank.link import report_progress
+
+_UNFIT = (
+    "a restart would fail: fit(ckpt_path=...) refuses the checkpoint of step %d, which holds more "
+    "than data (%s). Leave it out, for example by save_hyperparameters(ignore=[...]), or pass "
+    "weights_only=False to fit, with which whoever can write to the storage can run code"
+)
+
+logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Trainer) -> str | None:
@@ -85,6 +97,8 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         self._global_step = 0  # Lightning's, which with several optimizers counts each one's
         self._has_stepped = self._stops = False
         self._wants_save, self._saved_at = False, 0
+        # It can load what it has resumed from.
+        self._is_checked = ctx.committed is not None or ctx.rank > 0
         self._ended: str | None = None  # the run whose Trainer ended with the checkpoint
         self._file = f"generators-{ctx.rank}.pt"
         self._begun: Any = None  # the generators from which this epoch's order was drawn
@@ -191,10 +205,20 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
         trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
+        if not self._is_checked:
+            self._is_checked = True
+            self._warn_of_unfit(trainer, folder / "trainer.ckpt")
         state = {"begun": self._begun, "now": _capture(trainer), **sizes_of(_loaders(trainer))}
         torch.save(state, folder / self._file)
         self._ctx.commit(folder, step=self._step)
         shutil.rmtree(folder)
+
+    def _warn_of_unfit(self, trainer: Trainer, path: Path) -> None:
+        """Warn of a checkpoint that Lightning writes and then refuses to load, as it is made."""
+        if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+            return  # a plugin of the user's may write it in any way
+        if (reason := reason_against(path)) is not None:
+            logger.warning(_UNFIT, self._step, reason)
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

@@ -3,8 +3,11 @@
 In one process; `tests/integration/integrations/test_lightning.py` kills ranks.
 """
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -169,3 +172,36 @@ def test_an_end_within_an_accumulation_has_a_checkpoint(
         ends.append((fitted.global_step, model.layer.weight.tolist()))
     assert ends[0] == ends[1]
     assert ends[0][0] == last
+
+
+class WithOptions(Net):
+    """Keeps what it is given in its checkpoints."""
+
+    def __init__(self, folder: Any, rate: float) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_checkpoint_that_a_restart_would_refuse_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning names the type, and the argument of `fit` by which it is loaded."""
+
+    def train(folder: Any, max_epochs: int, **options: Any) -> list[str]:
+        caplog.clear()
+        with context(tmp_path / "runs"):
+            fitted = trainer(tmp_path, max_epochs=max_epochs)
+            model = WithOptions(folder, 0.1)
+            fitted.fit(model, loader(), ckpt_path=attach(fitted), **options)
+        ours = (each for each in caplog.records if each.name == lightning.__name__)
+        return [each.getMessage() for each in ours]
+
+    (said,) = train(tmp_path, 1)
+    assert re.search(r"of step 4, .*\(Unsupported global: GLOBAL pathlib\.\w*PosixPath\)\.", said)
+    with pytest.raises(UnpicklingError):
+        train(tmp_path, 2)
+    assert train(tmp_path, 2, weights_only=False) == []
+    assert steps_in(tmp_path / "runs")[-1] == 20
+    shutil.rmtree(tmp_path / "runs")
+    assert train(str(tmp_path), 1) == []
+    assert train(str(tmp_path), 2) == []
