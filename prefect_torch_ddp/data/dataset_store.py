@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import uuid
@@ -27,6 +28,8 @@ from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.names import RESERVED_PART
 from prefect_torch_ddp.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
 
 IN_MEMORY_BYTES = 256 * 2**20
 
@@ -95,7 +98,8 @@ def publish_written(
     """Publish a dataset whose files are in the storage already; return what the storage holds.
 
     What is published already stays. Files of the dataset that its manifest doesn't name are
-    removed: those of killed writers, or these if another publisher was faster.
+    removed: those of killed writers, or these if another publisher was faster. If that fails, a
+    warning says so.
 
     Args:
         storage: has the files.
@@ -170,6 +174,19 @@ def _commit(storage: Storage, manifest: DatasetManifest) -> None:
     is_first = storage.write_if_absent(
         dataset_manifest_key(manifest.dataset_id), manifest.to_bytes()
     )
+    try:
+        _drop_leftovers(storage, manifest, is_first=is_first)
+    except StorageError as error:
+        # The dataset is published by now, and it may take rights that nothing else does.
+        logger.warning(
+            "dataset %s is published, but files or uploads of other writers are left next to it; "
+            "they can be deleted: %s",
+            manifest.dataset_id,
+            error,
+        )
+
+
+def _drop_leftovers(storage: Storage, manifest: DatasetManifest, *, is_first: bool) -> None:
     # The manifest names one publisher's files; nobody can use what any other has written, was
     # killed while it wrote, or still writes.
     own = f"{manifest.files_key}/"
@@ -177,7 +194,7 @@ def _commit(storage: Storage, manifest: DatasetManifest) -> None:
     every = f"{dataset_key(manifest.dataset_id)}/files-"
     found = [item.key for item in storage.list(every if is_first else own)]
     in_parallel(storage.delete, [key for key in found if key not in named])
-    # Last, since it takes rights that nothing else does; the dataset is published by now.
+    # Last, since it takes rights that nothing else does.
     if is_first:
         storage.drop_unfinished(every, lambda key: not key.startswith(own))
 

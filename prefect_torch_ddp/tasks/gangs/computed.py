@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from distributed.scheduler import KilledWorker
 
-from prefect_torch_ddp.data.dataset_manifest import Written
+from prefect_torch_ddp.data.dataset_manifest import Written, read_dataset_manifest
 from prefect_torch_ddp.data.dataset_store import (
     drop_files,
     find_dataset,
     new_files_folder,
     publish_written,
 )
-from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
+from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, StorageError
 from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
@@ -65,7 +65,7 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
 
     Needs the memory of what Dask computes at once, on the workers, and none here. A lost worker
     costs what it had not finished. If another task of the cluster computes the same dataset, this
-    one waits for it.
+    one waits for it. If one of another cluster publishes it first, this one returns that dataset.
 
     Args:
         client: of the cluster.
@@ -78,6 +78,7 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
     Raises:
         InvalidParamsError: a library is missing on the workers, or something can't be written.
         GangCancelledError: this task was cancelled.
+        StorageError: the storage failed, and the dataset isn't published.
         Exception: what computing a part raised.
     """
     collection = _unpickled(lazy)
@@ -91,10 +92,26 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
             if (again := parts.again(written)) is not None:
                 parts, written = again, _Writing(client, again, logger, show).to_the_end()
             return publish_written(storage, dataset_id, folder, parts.files(written))
-        except BaseException:
-            with suppress(Exception):  # what failed first is the one to report
-                drop_files(storage, dataset_id, folder)
+        except BaseException as error:
+            there = _after_failure(storage, dataset_id, folder)
+            # A faster publisher, on another cluster, removes these files while they are read.
+            if there is not None and isinstance(error, StorageError):
+                return there
             raise
+
+
+def _after_failure(storage: Storage, dataset_id: str, folder: str) -> DatasetReport | None:
+    """Remove the files that no published dataset has; return the published one, if there is one.
+
+    Raises nothing: what failed first is the error to report.
+    """
+    there = None
+    with suppress(Exception):
+        there = read_dataset_manifest(storage, dataset_id)
+        # Publishing may fail after the manifest was written: the files belong to it then.
+        if there is None or there.folder != folder:
+            drop_files(storage, dataset_id, folder)
+    return None if there is None else there.report(storage)
 
 
 @contextmanager

@@ -6,18 +6,26 @@ from typing import Any
 import cloudpickle
 import dask.bag as db
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.arrays.statistics import statistics_in
 from prefect_torch_ddp.data.dataset_manifest import published_manifest
-from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset
+from prefect_torch_ddp.data.dataset_store import (
+    dataset_in_place,
+    find_dataset,
+    new_files_folder,
+    publish_written,
+)
+from prefect_torch_ddp.data.tables.writing import write_rows
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.support.forwarding import ForwardingStorage
 from tests.unit.data.test_loader import loader_of
 
 pytestmark = pytest.mark.timeout(200)
@@ -68,6 +76,26 @@ def test_dicts_become_a_table(storage, client, caplog) -> None:
     assert batch["kind"].tolist() == [0, 0, 1, 1, 1, 1]
     assert "prepared 5 of 5 partitions" in caplog.text
     assert "prepared 2 of 2 partitions again" in caplog.text
+
+
+class Overtaken(ForwardingStorage):
+    """Another publisher of the dataset is faster, whenever one of its files is read."""
+
+    def read(self, key: str) -> bytes:
+        if key.endswith(".parquet"):
+            folder, files_key = new_files_folder("d")
+            file = write_rows(pa.table({"n": [7]}), self.inner, files_key, 0)
+            publish_written(self.inner, "d", folder, [file])
+        return super().read(key)
+
+
+def test_the_dataset_of_a_faster_publisher_is_returned(client, tmp_path) -> None:
+    """It has removed the files that the slower one wants to write again with all columns."""
+    storage = Overtaken(tmp_path)
+    made = published(client, storage, [{"n": 1}], [{"n": 2, "x": 0.5}])
+    assert find_dataset(storage, "d") == made
+    assert batch_of(table(dataset_in_place(storage.inner, "d")))["n"].tolist() == [7]
+    assert len(list(storage.list("datasets/d/"))) == 2, "the manifest and its file"
 
 
 def test_arrays_become_an_array(storage, client) -> None:

@@ -19,10 +19,13 @@ from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, tr
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.dataset_manifest import published_manifest
 from prefect_torch_ddp.data.dataset_store import find_dataset, local_dataset
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
+from tests.support.forwarding import ForwardingStorage
 from tests.support.gangs import own_cluster
+from tests.support.s3_server import S3Server
 from tests.unit.data.test_loader import loader_of
 from tests.workloads.dask_parts import META, deadly_part, failing_part, part
 
@@ -58,6 +61,36 @@ def test_partitions_become_files_of_a_dataset(storage, client, caplog) -> None:
     again = publish_computed(client, storage, "d", lazy(part, 2), logger)
     assert again == made
     assert len(list(storage.list("datasets/d/files"))) == 5
+
+
+def test_rights_about_unfinished_uploads_are_not_needed(
+    s3_server: S3Server, client, caplog, tmp_path, monkeypatch
+) -> None:
+    """Without them the dataset is published with all its files; a warning names the right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    storage = s3_server.storage(user="writer")
+    made = publish_computed(client, storage, "d", lazy(part), logger)
+    assert "dataset d is published, but" in caplog.text
+    assert "ListBucketMultipartUploads" in caplog.text
+    assert find_dataset(storage, "d") == made
+    assert rows_of(storage, "d") == EXPECTED
+
+
+class LosesAnswers(ForwardingStorage):
+    """The manifest is written, but its writer gets an error."""
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        super().write_if_absent(key, data)
+        msg = "the answer got lost"
+        raise StorageError(msg)
+
+
+def test_a_published_dataset_keeps_its_files_if_the_publisher_fails(client, tmp_path) -> None:
+    """The files belong to the manifest, whatever fails after that was written."""
+    storage = LosesAnswers(tmp_path)
+    made = publish_computed(client, storage, "d", lazy(part), logger)
+    assert find_dataset(storage, "d") == made
+    assert rows_of(storage.inner, "d") == EXPECTED
 
 
 @pytest.mark.extended
