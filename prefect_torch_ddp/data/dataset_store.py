@@ -15,6 +15,7 @@ from prefect_torch_ddp.data.dataset_manifest import (
     NUM_THREADS,
     DatasetFile,
     DatasetManifest,
+    PublishedFiles,
     damaged,
     dataset_key,
     dataset_manifest_key,
@@ -32,6 +33,8 @@ from prefect_torch_ddp.storage.protocol import Storage
 logger = logging.getLogger(__name__)
 
 IN_MEMORY_BYTES = 256 * 2**20
+PREPARED = "files"
+"""The folder of files that `prepare` wrote, if it was moved into a directory as a whole."""
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
@@ -63,7 +66,7 @@ def publish_dataset(
     root = inside / RESERVED_PART / "datasets" if inside else user_cache() / "preparing"
     with staged(root, dataset_id, fcntl.LOCK_SH) as staging:
         # Uploads of several publishers must not mix.
-        files = staging / "dataset" / ("files" if inside else f"files-{uuid.uuid4().hex}")
+        files = staging / "dataset" / (PREPARED if inside else f"files-{uuid.uuid4().hex}")
         files.mkdir(parents=True)
         write(files)
         published = find_dataset(storage, dataset_id)
@@ -138,16 +141,33 @@ def local_dataset(storage: Storage, dataset_id: str) -> Path:
     if misfit is not None:
         why = "is missing or has another size than its manifest records"
         raise damaged(storage, dataset_id, f"{manifest.folder}/{misfit.key}", why)
+    _drop_late_parts(storage, manifest, folder)
     return folder
+
+
+def _drop_late_parts(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
+    """Remove partitions that a suspended Dask worker wrote after the dataset was published.
+
+    Who reads the folder by its path would take them for further rows.
+    """
+    if manifest.folder == PREPARED:  # no Dask worker writes there, and the names are the user's
+        return
+    named = {file.key for file in manifest.files}
+    for path in folder.glob("part-*"):
+        if path.name not in named:
+            logger.warning("%s isn't in the manifest of its dataset: it is removed", path)
+            storage.delete(f"{manifest.files_key}/{path.name}")
 
 
 def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
     """Return a published dataset as its own storage, where it lies: nothing is copied.
 
+    It lists only the files of the manifest.
+
     Raises:
         StorageError: there is no such dataset.
     """
-    return storage.below(published_manifest(storage, dataset_id).files_key)
+    return PublishedFiles.of(storage, published_manifest(storage, dataset_id))
 
 
 def _move_in(target: Path, manifest: DatasetManifest, staged: Path) -> None:
