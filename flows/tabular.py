@@ -50,7 +50,9 @@ def train(ctx: RankContext) -> dict[str, int]:
     """Learn both targets at once, with AdamW on a one-cycle rate."""
     options = read_options(Options, ctx.options)
     rows = rows_of(ctx, is_test=False)
-    loader = ctx.loader(rows, global_batch_size=options.global_batch_size)
+    # A rank can't normalise a single trip, which an epoch's uneven tail may leave to it.
+    batch_size = min(options.global_batch_size, len(rows))
+    loader = ctx.loader(rows, global_batch_size=batch_size, drop_last=True)
     model = ctx.wrap(Net(options))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
