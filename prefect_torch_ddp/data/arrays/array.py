@@ -110,16 +110,18 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
     if isinstance(nan, np.generic):  # such as a variable's own mean
         nan = nan.item()  # type: ignore[unreachable]  # no float32 is a float
     _check(nan, missing)
+    _check_dicts(window=window, patch=patch, select=select)
     # They load what they need of zarr and xarray.
     from prefect_torch_ddp.data.arrays import axes, dataset, pieces  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.opening import kinds  # noqa: PLC0415
-    from prefect_torch_ddp.data.arrays.scales import normalized  # noqa: PLC0415
+    from prefect_torch_ddp.data.arrays.scales import checked, normalized  # noqa: PLC0415
     from prefect_torch_ddp.data.arrays.variables import (  # noqa: PLC0415
         refuse_unheld,
         used_positions,
     )
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
+    by = checked(normalize)
     found = kinds.open_arrays(where, variables, storage, **ways)
     refuse_unheld(found, nan)
     used = used_positions(found, select or {})
@@ -127,7 +129,7 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
         if missing == "refuse" and variable.stored is not None:
             variable.stored.refuse_missing([used[dim] for dim in variable.dims])
     cut = axes.axes_of(found.dims, used, window or {}, patch or {}, stride)
-    scaled = normalized(found, normalize)
+    scaled = normalized(found, by)
     samples = pieces.ArrayPieces(scaled, cut, used, nan, is_numbered=numbered)
     fits = max(1, WINDOW_BYTES // max(1, samples.form.row_bytes))
     buffer = fits if shuffle_buffer is None else whole_number("shuffle_buffer", shuffle_buffer, 1)
@@ -145,3 +147,16 @@ def _check(nan: object, missing: object) -> None:
     if missing not in {"refuse", "fill"}:
         msg = f"missing is {missing!r}; choose 'refuse' or 'fill'"
         raise InvalidParamsError(msg)
+
+
+def _check_dicts(**given: object) -> None:
+    """Refuse a window, a patch or a selection that names no dimensions."""
+    for name, value in given.items():
+        is_dict = isinstance(value, Mapping) and all(isinstance(dim, str) for dim in value)
+        if value is not None and not is_dict:
+            such_as = "{'time': slice('2000', '2015')}" if name == "select" else "{'time': 6}"
+            msg = (
+                f"{name} is {value!r}; give a dict by dimension, such as {such_as}; dimensions "
+                "without names are 'dim_0', 'dim_1', ..."
+            )
+            raise InvalidParamsError(msg)

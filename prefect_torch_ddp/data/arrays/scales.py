@@ -1,15 +1,42 @@
 """How values are normalised: the mean and the std of each variable, given or of the dataset."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
+from typing import Any, TypeAlias
 
 from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_key
 from prefect_torch_ddp.data.arrays.variables import Found, Scale, Variable
 from prefect_torch_ddp.errors import InvalidParamsError
 
+MeanStd: TypeAlias = tuple[float, float]
 
-def normalized(found: Found, by: object) -> Found:
+
+def checked(by: object) -> bool | dict[str, MeanStd]:
+    """Return what `normalize` of `array()` is, with plain numbers; refuse anything else.
+
+    Raises:
+        InvalidParamsError: it is neither a bool nor a (mean, std) by variable.
+    """
+    if isinstance(by, bool):
+        return by
+    if not isinstance(by, Mapping):
+        msg = f"normalize is {by!r}; choose True, False, or a (mean, std) by variable"
+        raise InvalidParamsError(msg)
+    return {str(name): _pair(name, given) for name, given in by.items()}
+
+
+def _pair(name: object, given: Any) -> MeanStd:
+    with suppress(TypeError, ValueError):
+        mean, std = given
+        if not isinstance(mean, str) and not isinstance(std, str):  # float() reads texts too
+            return float(mean), float(std)
+    msg = f"normalize has {given!r} for {name}; give (mean, std), two numbers"
+    raise InvalidParamsError(msg)
+
+
+def normalized(found: Found, by: bool | Mapping[str, MeanStd]) -> Found:  # noqa: FBT001 - or a dict
     """Return the arrays with how their variables are normalised.
 
     Args:
@@ -23,11 +50,8 @@ def normalized(found: Found, by: object) -> Found:
     """
     if by is False:
         return found
-    if by is not True and not isinstance(by, Mapping):
-        msg = f"normalize is {by!r}; choose True, False, or a (mean, std) by variable"
-        raise InvalidParamsError(msg)
     names = [variable.name for variable in found.variables]
-    given = {} if by is True else by
+    given = by if isinstance(by, Mapping) else {}
     if unknown := sorted(given.keys() - {*names}):
         msg = f"normalize names {', '.join(unknown)}; what is read is {', '.join(names)}"
         raise InvalidParamsError(msg)

@@ -102,6 +102,7 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
                 print(x.shape, y.shape)
     """
     _require_pyarrow()
+    _check(categories, fill)
     buffer = whole_number("shuffle_buffer", shuffle_buffer, 1)
     copies = _folder_of_copies(local_copy)
     if copies is not None and buffer != SHUFFLE_BUFFER:
@@ -136,6 +137,18 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         "filters": filters,
     }
     return dataset.CopiedTable(open_copy(copies, found, asked, opened))
+
+
+def _check(categories: object, fill: object) -> None:
+    if isinstance(categories, str):
+        msg = (
+            f"categories is {categories!r}; give a list of columns, such as [{categories!r}], or a "
+            "dict of the values of each column"
+        )
+        raise InvalidParamsError(msg)
+    if fill is not None and not isinstance(fill, Mapping):
+        msg = f"fill is {fill!r}; give a dict by column, such as {{'age': 0}}"
+        raise InvalidParamsError(msg)
 
 
 def _folder_of_copies(local_copy: bool | str | Path) -> Path | None:  # noqa: FBT001 - or a folder

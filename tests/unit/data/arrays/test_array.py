@@ -195,6 +195,27 @@ def test_dates_that_descend_are_selected_by_dates_only() -> None:
     assert sorted(batch["t"].tolist()) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": 6}, "window is 6; give a dict by dimension, such as {'time': 6}"),
+        ({"window": {0: 6}}, "window is {0: 6}; .* without names are 'dim_0'"),
+        ({"patch": 64}, "patch is 64; give a dict by dimension"),
+        ({"patch": ["lat", "lon"]}, r"patch is \['lat', 'lon'\]; give a dict"),
+        ({"select": slice(0, 3)}, r"select is slice\(0, 3, None\); give a dict .*'2000'"),
+        ({"normalize": 280.0}, "normalize is 280.0; choose True, False, or"),
+        ({"normalize": {"t2m": 280.0}}, r"normalize has 280.0 for t2m; give \(mean, std\)"),
+        ({"normalize": {"t2m": (1, 2, 3)}}, r"normalize has \(1, 2, 3\) for t2m"),
+        ({"normalize": {"t2m": ("1", "2")}}, "normalize has .* for t2m"),
+        ({"normalize": {"t2m": np.ones((2, 3))}}, r"normalize has array\(.*\n.* for t2m"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(options, says, tmp_path) -> None:
+    """Before anything is opened: nothing is there."""
+    with pytest.raises(InvalidParamsError, match=says):
+        array(tmp_path / "nothing.zarr", **options)
+
+
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_a_missing_chunk_is_refused_or_filled(zarr_format, tmp_path) -> None:
     """Before work starts, by its name; unless it is in a part that isn't used."""

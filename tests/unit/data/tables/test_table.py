@@ -363,6 +363,21 @@ def walk_numbers(rows: Any, world: int) -> list[int]:
     return [n for loader in loaders for batch in loader for n in batch["number"].tolist()]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fill": -1}, "fill is -1; give a dict by column, such as {'age': 0}"),
+        ({"fill": 0}, "fill is 0; give a dict by column"),
+        ({"fill": [("age", 0)]}, r"fill is \[.*\]; give a dict by column"),
+        ({"categories": "kind"}, r"categories is 'kind'; give a list .* such as \['kind'\]"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(options, says, tmp_path) -> None:
+    """Before anything is opened: nothing is there."""
+    with pytest.raises(InvalidParamsError, match=says):
+        table(tmp_path / "nothing", **options)
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_a_resume_reads_nothing_of_what_was_read(tmp_path) -> None:
     """A resume in mid-epoch doesn't read the windows before it."""
