@@ -233,12 +233,19 @@ def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
             with staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staging:
                 if not manifest.is_whole(folder):
                     _download(storage, manifest, staging, folder)
+        owner = folder.stat().st_uid
     except OSError as error:
         msg = (
             f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
             f"{error.strerror or error}; free space there or set XDG_CACHE_HOME"
         )
         raise StorageError(msg) from error
+    if owner != os.geteuid():  # only the sizes of its files were compared
+        msg = (
+            f"{folder} belongs to another user, who could put anything there: set XDG_CACHE_HOME "
+            "to another folder"
+        )
+        raise StorageError(msg)
     return folder
 
 

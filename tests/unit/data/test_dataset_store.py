@@ -1,6 +1,7 @@
 """Datasets in a storage are complete or absent, and verified when they are copied."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -334,3 +335,12 @@ def test_a_cache_that_cannot_be_written_is_named(
     for reach in (lambda: local_dataset(far, "d"), lambda: publish(far, FILES, "e")):
         with pytest.raises(StorageError, match=r"can't .* in .*/file.*: .*XDG_CACHE_HOME"):
             reach()
+
+
+def test_a_copy_of_another_user_is_refused(far: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files may have the right sizes and any content."""
+    publish(far, FILES)
+    folder = local_dataset(far, "d")
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(StorageError, match=rf"{folder} belongs to another user.*XDG_CACHE_HOME"):
+        local_dataset(far, "d")
