@@ -159,12 +159,15 @@ def _next_commands(record: "RunRecord", where: str) -> "LabelledRows":
     resume = f"prefect-torch-ddp resume {record.run_id}"
     if record.dataset is None:
         resume = ""  # a ddp_task: only a run of train_flow can be repeated from its record
-    elif record.state == "completed":
+    elif record.is_finished:
         resume += f" -o NAME=VALUE{where}"
     else:
         resume += where
+    if record.state == "completed" and not record.is_finished:
+        # Its flow still evaluates it, or was killed meanwhile: `resume` asks Prefect.
+        return [("if killed", resume)]
     if record.is_over:
-        can_resume = record.state == "completed" or record.checkpoint is not None
+        can_resume = record.is_finished or record.checkpoint is not None
         return [("continue", resume if can_resume else "")]
     # `resume` refuses a run that still trains. The record of one whose process was killed is the
     # same, and may lack the newest checkpoint.

@@ -114,7 +114,7 @@ def resume(
     record = read_record(opened, run_id)
     recorded_dataset(record)  # refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
-    if record.state == "completed" and not options and not changes:
+    if record.is_finished and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=30"
         raise InvalidParamsError(msg)
     use_server()
@@ -122,7 +122,7 @@ def resume(
     from prefect_torch_ddp.tracking.resume import still_trains
 
     if still_trains(record):
-        msg = f"run {run_id} still trains, or waits for a retry; cancel it first"
+        msg = f"run {run_id} still trains, is evaluated or waits for a retry; cancel it first"
         raise InvalidParamsError(msg)
     replaced = {*_names(changes), *(f"options.{name}" for name in options)}
     recorded, *_ = recorded_params(opened, run_id, replaced)

@@ -151,6 +151,15 @@ class RunRecord(Result):
         return last is not None and last.ended is not None and not last.cause
 
     @property
+    def is_finished(self) -> bool:
+        """Whether nothing of it is left to do.
+
+        A run of `train_flow`, which has a dataset, is evaluated after its training. If its flow is
+        killed meanwhile, its record stays at `completed`, without an evaluation.
+        """
+        return self.state == "completed" and (self.evaluation is not None or self.dataset is None)
+
+    @property
     def is_over(self) -> bool:
         """Whether its training has ended, and its task isn't retried.
 

@@ -83,7 +83,7 @@ def _latest(
     Or what a newer one was to begin from, if it ended before its first checkpoint.
     """
     over = (each for each in earlier if not still_trains(each))
-    for record in takewhile(lambda each: each.state != "completed", over):
+    for record in takewhile(lambda each: not each.is_finished, over):
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
         began_from = record.parameters.get("resume_from")
@@ -122,10 +122,11 @@ def still_trains(record: RunRecord) -> bool:
     """Whether a run continues in this very flow run, or in another that hasn't ended for Prefect.
 
     That is also one which was suspended: its record says cancelled, as the training did stop. Or
-    one whose task, or whole flow, failed and waits for a retry. What failed in this very flow run,
+    one whose task, or whole flow, failed and waits for a retry. Or one that has trained and is
+    still evaluated. What failed in this very flow run,
     or was cancelled in it, is over: it was resumed or retried, and its tasks have new ids.
     """
-    if record.state == "completed" or record.flow_run_id is None:
+    if record.is_finished or record.flow_run_id is None:
         return False
     if record.state != "training" and record.flow_run_id == str(get_flow_run_id()):
         return False

@@ -51,7 +51,7 @@ class FollowedRun:
         """
         record = read_record(self._storage, self.run_id, self._experiment)
         self._experiment = record.experiment
-        is_whole = _is_whole(record)
+        is_whole = record.is_finished
         has_failed = record.is_over and record.state != "completed"
         now, done = self._state_of(record), None
         waits = self.tracker.is_written_anew and not (is_whole or has_failed or is_last)
@@ -110,9 +110,3 @@ def follow_run(
     if run.has_failed:
         words = "run %s has ended without completing; if it is continued, sync it again"
         logger.warning(words, run_id)
-
-
-def _is_whole(record: RunRecord) -> bool:
-    # A run of train_flow, which has a dataset, is evaluated after its training.
-    is_evaluated = record.evaluation is not None or record.dataset is None
-    return record.state == "completed" and is_evaluated

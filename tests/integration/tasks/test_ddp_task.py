@@ -27,7 +27,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import Artifact, Log
 from prefect.futures import as_completed
 from prefect.runtime import flow_run
-from prefect.states import AwaitingRetry, Cancelled, Failed, Running, State
+from prefect.states import AwaitingRetry, Cancelled, Completed, Crashed, Failed, Running, State
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
@@ -50,6 +50,7 @@ from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tracking.description import draft_record
 from prefect_torch_ddp.tracking.resume import resume_point
 from tests.support.gangs import by_rank
+from tests.support.pages import DATASET, evaluation
 from tests.support.records import assert_adds_up
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
 from tests.support.waiting import wait_until
@@ -564,6 +565,41 @@ def test_latest_leaves_alone_what_is_still_to_be_retried(
         draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
         failed = {"state": "failed", "is_tried_again": is_tried_again}
         write_record(storage, draft.model_copy(update=failed | {"flow_run_id": str(elsewhere.id)}))
+        manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
+        storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
+        found = resume_point(params, storage, "tonight", "fit")
+        return found and found.run_id
+
+    assert resumed() == taken_up
+
+
+@pytest.mark.parametrize(
+    ("record", "state", "taken_up"),
+    [
+        pytest.param({"dataset": DATASET}, Crashed(), "yesterday", id="killed in its evaluation"),
+        pytest.param({"dataset": DATASET}, Running(), None, id="is evaluated now"),
+        pytest.param(
+            {"dataset": DATASET, "evaluation": evaluation()}, Completed(), None, id="evaluated"
+        ),
+        pytest.param({}, Crashed(), None, id="a task's, which nothing evaluates"),
+    ],
+)
+def test_latest_continues_a_trained_run_that_was_not_evaluated(
+    tmp_path: Path, record: dict[str, Any], state: State, taken_up: str | None
+) -> None:
+    """It counted as finished, so the next run trained everything again."""
+    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
+
+    @flow
+    def other() -> None: ...
+
+    @flow
+    def resumed() -> str | None:
+        with get_client(sync_client=True) as client:
+            elsewhere = client.create_flow_run(other, state=state)
+        draft = draft_record(params, "yesterday", "fit", storage, workload="fit", **record)
+        trained = {"state": "completed", "flow_run_id": str(elsewhere.id)}
+        write_record(storage, draft.model_copy(update=trained))
         manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
         storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
         found = resume_point(params, storage, "tonight", "fit")

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import list_runs
 from prefect_torch_ddp.cli.runs import aligned, facts, metrics, row, runs, show
@@ -13,6 +14,7 @@ from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.results import CheckpointRef, in_lines
+from prefect_torch_ddp.server import ServerError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.page.links import Links
 from prefect_torch_ddp.tasks.report.page.run_list import render_runs
@@ -104,6 +106,23 @@ def test_a_run_that_still_trains_is_watched_and_not_resumed(changes: dict[str, o
     assert dict(facts(running, "", "/my runs"))["watch"].endswith(" --storage '/my runs'")
     task = dict(facts(running.model_copy(update={"dataset": None}), "", "s3://bucket"))
     assert (task["watch"], task["if killed"]) == (shown["watch"], "")
+
+
+def test_a_run_that_was_killed_in_its_evaluation_can_be_resumed(tmp_path: Path) -> None:
+    """Its training has completed. `resume` asked what more to do, although it wasn't evaluated.
+
+    Here the server that would be asked whether the run is evaluated now doesn't answer.
+    """
+    killed = DONE.model_copy(update={"evaluation": None})
+    shown = dict(facts(killed, "", "x"))
+    assert shown["if killed"] == f"prefect-torch-ddp resume {RUN} --storage x"
+    assert "continue" not in shown
+    storage = DirectoryStorage(tmp_path)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        for record, says in ((killed, "no Prefect server answers"), (DONE, "say what more to do")):
+            write_record(storage, record)
+            with pytest.raises((ServerError, InvalidParamsError), match=says):
+                resume(RUN, storage=str(tmp_path))
 
 
 def test_a_task_is_not_continued_from_here() -> None:
