@@ -107,25 +107,26 @@ def resume(
     """
     from prefect_torch_ddp.records.run_record import read_record, recorded_dataset
     from prefect_torch_ddp.server import use_server
+    from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
     run_id = find_run(opened, run)
     record = read_record(opened, run_id)
-    recorded_dataset(record)  # refused before a server is started
+    recorded_dataset(record)  # this and what follows is refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.is_finished and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=30"
         raise InvalidParamsError(msg)
+    replaced = {*_names(changes), *(f"options.{name}" for name in options)}
+    given_whole = [*_groups(parse_values(param, "-p"))]
+    recorded, *_ = recorded_params(opened, run_id, replaced, given_whole)
     use_server()
-    from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.resume import still_trains
 
     if still_trains(record):
         msg = f"run {run_id} still trains, is evaluated or waits for a retry; cancel it first"
         raise InvalidParamsError(msg)
-    replaced = {*_names(changes), *(f"options.{name}" for name in options)}
-    recorded, *_ = recorded_params(opened, run_id, replaced)
     before = _before(recorded, changes)
     given = {
         **before,
@@ -178,6 +179,14 @@ def _names(changes: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _names(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+def _groups(typed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of the groups that are given as JSON, not only a value in them."""
+    for name, value in typed.items():
+        if isinstance(value, dict):
+            yield f"{prefix}{name}"
+            yield from _groups(value, f"{prefix}{name}.")
 
 
 def _check_workload(params: "TrainParams") -> None:

@@ -168,7 +168,10 @@ def cause_of(error: BaseException | None) -> str:
 
 
 def recorded_params(
-    storage: Storage, run_id: str, replaced: Collection[str] = ()
+    storage: Storage,
+    run_id: str,
+    replaced: Collection[str] = (),
+    given: Collection[str] = (),
 ) -> tuple[TrainParams, DatasetReport, str]:
     """Return the parameters of a run of train_flow, its dataset and its experiment.
 
@@ -176,21 +179,24 @@ def recorded_params(
         storage: of the run.
         run_id: of the run.
         replaced: dotted names of parameters that the caller replaces. What isn't on record of them
-            is left out.
+            is left out, also below one of these names.
+        given: dotted names of groups that the caller adds values to. One that isn't on record as a
+            whole is left out too. If only some of its values aren't on record, they are still
+            needed: the group keeps them.
 
     Raises:
         InvalidParamsError: it has no record, or an option was hidden; or as `recorded_dataset`.
     """
     record = read_record(storage, run_id)
     dataset = recorded_dataset(record)
-    given = {"options": record.options, "data_options": record.data_options, **record.parameters}
-    values = ((name, str(value)) for name, value in flat(given))
+    known = {"options": record.options, "data_options": record.data_options, **record.parameters}
+    values = ((name, str(value)) for name, value in flat(known))
     lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
-    if needed := [name for name in lacks if not _is_of(name, replaced)]:
+    if needed := [name for name in lacks if name not in given and not _is_of(name, replaced)]:
         why = f"{needed} is not on record: it looks like a secret, is long, or no plain value"
         msg = f"run {run_id} {UNUSABLE}: {why}"
         raise InvalidParamsError(msg)
-    params, _ = build_model(TrainParams, {**_without(given, lacks), "seed": record.seed})
+    params, _ = build_model(TrainParams, {**_without(known, lacks), "seed": record.seed})
     return params, dataset, record.experiment
 
 

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import write_record
-from prefect_torch_ddp.tracking.description import draft_record, recorded_params
+from prefect_torch_ddp.server import ServerError
+from prefect_torch_ddp.tracking.description import draft_record, plain_values, recorded_params
 from tests.support.pages import DATASET
 
 
@@ -77,6 +79,54 @@ def test_what_is_replaced_need_not_be_on_record(tmp_path: Path) -> None:
     same, *_ = recorded_params(storage, "r", replaced)
     assert same == known
     assert known.cluster.model_dump(exclude_unset=True)["cluster_kwargs"] == {"queue": "gpu"}
+
+
+LONG = {f"column_{number}": "float32" for number in range(200)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["seed=1"], r"\['data_options.table'\] is not on record"),
+        (["data_options.table.a=1"], r"\['data_options.table'\] is not on record"),
+        (['data_options.table={"a": 1}'], "no Prefect server answers"),
+        (['data_options={"table": {"a": 1}}'], "no Prefect server answers"),
+        (["data_options={}"], "no Prefect server answers"),
+    ],
+    ids=["another", "a part", "the whole", "within its group", "none"],
+)
+def test_resume_takes_a_group_that_is_given_in_place_of_a_long_one(
+    tmp_path: Path, changes: list[str], says: str
+) -> None:
+    """It was refused, as if only the values in it had been given.
+
+    What is refused, is so before the server, which doesn't answer here, is asked.
+    """
+    storage = DirectoryStorage(tmp_path)
+    params = TrainParams(storage=storage.uri, data_options={"table": LONG})
+    about = {"workload": "w", "dataset": DATASET}
+    about["data_options"] = plain_values(params.data_options)
+    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises((InvalidParamsError, ServerError), match=says),
+    ):
+        resume("r", param=changes, storage=str(tmp_path))
+
+
+def test_a_group_that_is_given_keeps_its_other_values(tmp_path: Path) -> None:
+    """So a hidden one among them is still needed, even if the whole group seems to be given."""
+    storage = DirectoryStorage(tmp_path)
+    kwargs = {"api_token": "x"}
+    cluster = ClusterParams(cluster_class="a.Cluster", cluster_kwargs=kwargs)
+    params = TrainParams(storage=storage.uri, cluster=cluster)
+    about = {"workload": "w", "dataset": DATASET}
+    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(InvalidParamsError, match=r"\['cluster.cluster_kwargs.api_token'\] is not"),
+    ):
+        resume("r", param=['cluster={"cluster_class": "b.Cluster"}'], storage=str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["a task's", "not prepared"])
