@@ -57,6 +57,15 @@ _MIN_DIGITS = 4
 _MIN_RANDOM = 20
 """Characters from which a mixture of letters and digits under the name `key` is hidden."""
 
+_REFERENCES = {
+    "secretKeyRef": _words("name key optional"),
+    "secretRef": _words("name namespace optional"),
+    "imagePullSecrets": _words("name"),
+    "secret": _words("secretName items defaultMode optional"),
+}
+"""Kubernetes' names of where a secret is, which aren't what it is; each with its fields."""
+_OBJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
+
 _URL_USER = re.compile(
     r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://"
     r"(?P<user>[^\s/@:?#\[\"']*:(?!\d{1,5}(?:[/\"']|$))[^\s?#]{0,1000}|[^\s/@?#\"']+)@(?!sha\d+:)"
@@ -124,14 +133,27 @@ def hidden(name: str, value: Any) -> Any:
         named = value.get("name")  # {"name": "API_KEY", "value": "..."}, as Kubernetes has it
         if isinstance(named, str) and "value" in value and is_secret(named, value["value"]):
             value = {**value, "value": HIDDEN}
-        if _has_strong(_words_of(name)):
+        if _has_strong(_words_of(name)) and not _is_reference(name, value):
             return HIDDEN
         return {key: hidden(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [hidden(_flag(value, at) or name, item) for at, item in enumerate(value)]
-    if is_secret(name, value):
+    if is_secret(name, value) and not (name == "secretName" and _is_object(value)):
         return HIDDEN
     return without_credentials(value) if isinstance(value, str) else value
+
+
+def _is_reference(name: str, value: Mapping[Any, Any]) -> bool:
+    """Tell whether a value has just the fields with which Kubernetes refers to a secret."""
+    fields = _REFERENCES.get(name, frozenset())
+    named = value.get("secretName" if name == "secret" else "name")
+    return fields.issuperset(value) and _is_object(named)
+
+
+def _is_object(value: Any) -> bool:
+    """Tell whether a value is the name of an object in Kubernetes, and doesn't look like a key."""
+    is_name = isinstance(value, str) and _OBJECT_NAME.fullmatch(value) is not None
+    return is_name and not _is_random(value)
 
 
 def _flag(values: Sequence[Any], at: int) -> str:

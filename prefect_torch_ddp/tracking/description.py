@@ -49,6 +49,8 @@ CANCELS = (
 MAX_CAUSE = 500
 MAX_CHARACTERS = 2_000
 """Of one option or argument, as JSON."""
+MAX_OF_CLUSTER = 10_000
+"""Of `cluster`: the pods of `deployments/clusters/kubernetes.yaml` are 1,900."""
 MAX_FILES = 100_000
 MAX_SPLITS = 10
 LEFT_OUT = "(not on record: "
@@ -79,8 +81,11 @@ def draft_record(
     }
     if params is not None:
         given = params.model_dump(exclude={"seed", "options", "data_options"})
+        plain = plain_values({**given, "storage": storage.uri})
+        if "cluster" in given:
+            plain["cluster"] = plain_value(given["cluster"], "cluster", MAX_OF_CLUSTER)
         fields |= {
-            "parameters": plain_values({**given, "storage": storage.uri}),
+            "parameters": plain,
             "options": plain_values(params.options),
             "seed": params.seed,
             "best_metric": params.checkpoint.best_metric,
@@ -232,7 +237,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): plain_value(value, str(name)) for name, value in values.items()}
 
 
-def plain_value(value: Any, name: str = "") -> Any:
+def plain_value(value: Any, name: str = "", max_characters: int = MAX_CHARACTERS) -> Any:
     """Return one value as `plain_values` does.
 
     What is only named has a digest of its content, which tells two apart.
@@ -244,7 +249,7 @@ def plain_value(value: Any, name: str = "") -> Any:
         as_json = to_json(plain)
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
         return hidden(name, _named(value))
-    if len(as_json) > MAX_CHARACTERS:
+    if len(as_json) > max_characters:
         return _type_name(value, hashlib.sha256(as_json).hexdigest())
     return hidden(name, plain)
 

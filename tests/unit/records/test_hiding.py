@@ -61,6 +61,55 @@ def test_a_mapping_under_a_secrets_name_is_hidden_as_a_whole(name: str) -> None:
     assert hidden(name, {"openai": "x"}) == HIDDEN
 
 
+REFERENCES = [
+    {"valueFrom": {"secretKeyRef": {"name": "prefect", "key": "auth-string", "optional": True}}},
+    {"envFrom": [{"secretRef": {"name": "s3-credentials"}}]},
+    {"imagePullSecrets": [{"name": "registry"}, {"name": "other.registry"}]},
+    {"secretName": "s3"},
+    {"volumes": [{"name": "keys", "secret": {"secretName": "s3", "defaultMode": 256}}]},
+    {"secret": {"secretName": "s3", "items": [{"key": "id", "path": "aws/id"}]}},
+]
+
+
+@pytest.mark.parametrize("value", REFERENCES, ids=lambda value: next(iter(value)))
+def test_where_kubernetes_has_a_secret_stays(value: dict[str, object]) -> None:
+    """The name of a secret's object was hidden, so the run's record couldn't be used."""
+    assert hidden("cluster", value) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"secretKeyRef": "V"},
+        {"secretKeyRef": {"name": "V v", "key": "x"}},
+        {"secretKeyRef": {"key": "x"}},
+        {"secretRef": {"name": "prefect", "password": "V"}},
+        {"secretRef": {"name": "prefect", "stringData": {"x": "V"}}},
+        {"secretName": "V v"},
+        {"secretName": "abcdefgh1234567890ijklmn"},
+        {"secret_name": "prefect"},
+        {"secret": {"name": "prefect"}},
+        {"secret": {"secretName": "s3", "data": {"x": "V"}}},
+        {"secret": {}},
+        {"imagePullSecrets": ["V"]},
+        {"imagePullSecrets": [{"name": "registry", "value": "V"}]},
+    ],
+    ids=repr,
+)
+def test_what_only_looks_like_a_reference_is_hidden(value: dict[str, object]) -> None:
+    """Another shape may be the secret itself; only Kubernetes' own fields and names pass."""
+    ((name, inner),) = value.items()
+    expected = [HIDDEN] if isinstance(inner, list) else HIDDEN
+    assert hidden("cluster", value) == {name: expected}
+
+
+def test_a_secret_within_a_reference_is_hidden() -> None:
+    """Its values are judged as others are."""
+    reference = {"name": "prefect", "key": "abcdefgh1234567890ijklmn"}
+    found = hidden("env", {"secretKeyRef": reference})
+    assert found == {"secretKeyRef": {"name": "prefect", "key": HIDDEN}}
+
+
 SECRET_TEXTS = {
     "postgresql://user:p@SSS@host/db": "postgresql://(hidden)@host/db",
     "postgresql://user:pa/SSS@host/db": "postgresql://(hidden)@host/db",

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
@@ -127,6 +128,25 @@ def test_a_group_that_is_given_keeps_its_other_values(tmp_path: Path) -> None:
         pytest.raises(InvalidParamsError, match=r"\['cluster.cluster_kwargs.api_token'\] is not"),
     ):
         resume("r", param=['cluster={"cluster_class": "b.Cluster"}'], storage=str(tmp_path))
+
+
+def test_the_pods_of_kubernetes_come_back(tmp_path: Path) -> None:
+    """Also with a few variables more: the whole cluster was too long then.
+
+    The reference to a secret in it was hidden, so that no such run could be resumed.
+    """
+    file = Path(__file__).parents[3] / "deployments/clusters/kubernetes.yaml"
+    values = yaml.safe_load(file.read_text("utf-8"))
+    (worker,) = values["cluster_kwargs"]["custom_cluster_spec"]["spec"]["worker"]["spec"][
+        "containers"
+    ]
+    worker["env"] += [{"name": f"NCCL_{number}", "value": "x" * 40} for number in range(20)]
+    storage, cluster = DirectoryStorage(tmp_path), ClusterParams(**values)
+    params = TrainParams(storage=storage.uri, cluster=cluster)
+    about = {"workload": "w", "dataset": DATASET}
+    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    known, *_ = recorded_params(storage, "r")
+    assert known.cluster == cluster
 
 
 @pytest.mark.parametrize("kind", ["a task's", "not prepared"])
