@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 ExportFormat = Literal["json", "csv", "parquet"]
 INTERVAL_S = 2.0
+OF_RANK = re.compile(r"rank-(?:[0-9]{5}|[1-9][0-9]{5,})\.jsonl")
+"""What `_name` gives; a folder may also have a user's own rank-notes.jsonl."""
 WRITE_SHARE = 10
 """While it follows, the pauses are so many times as long as a write took."""
 
@@ -54,7 +57,8 @@ def export_records(  # noqa: PLR0913 - all but where to have defaults
     `read_metrics(by="record")`. `metrics.csv` and `metrics.parquet` are
     `read_metrics(by="step")`. Superseded records are left out, as in `read_metrics`. Times are in
     UTC. In JSON, nan and infinity are texts. Each file is replaced as a whole, so a reader never
-    sees a part of one.
+    sees a part of one. Files of ranks that an earlier call left and that have no records now are
+    deleted; files with other names stay.
 
     Args:
         storage: where the run is, as for `read_metrics`.
@@ -129,7 +133,8 @@ def _write_json(records: Records, folder: Path) -> None:
     order = np.lexsort((records.rows["attempt"], records.rows["step"]))
     there = np.unique(ranks).tolist()
     # Of a rank whose steps don't count any longer.
-    for path in {*folder.glob("rank-*.jsonl")} - {folder / _name(rank) for rank in there}:
+    old = {path for path in folder.iterdir() if OF_RANK.fullmatch(path.name)}
+    for path in old - {folder / _name(rank) for rank in there}:
         path.unlink()
     for rank in there:
         mine = order[ranks[order] == rank].tolist()

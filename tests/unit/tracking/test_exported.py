@@ -59,6 +59,22 @@ def test_files_are_what_read_metrics_has(shelf: Shelf, tmp_path: Path) -> None:
     assert (float(last["odd"]), last["metric.time"]) == (float("inf"), 2.5)
 
 
+def test_only_files_of_ranks_are_deleted(shelf: Shelf, tmp_path: Path) -> None:
+    """The user's own files whose names begin in the same way were deleted too."""
+    mine = [
+        "rank-notes.jsonl",
+        "rank-2.jsonl",
+        "rank-000002.jsonl",
+        "rank-00002.jsonl.gz",
+        "rank-00002-old.jsonl",
+    ]
+    for name in [*mine, "rank-00002.jsonl", "rank-100000.jsonl"]:
+        (tmp_path / name).touch()
+    export_records(shelf, RUN, tmp_path, formats=["json"])
+    written = ["rank-00000.jsonl", "rank-00001.jsonl"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([*mine, *written])
+
+
 def test_files_follow_a_run_that_trains(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
