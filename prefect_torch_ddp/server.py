@@ -3,6 +3,7 @@
 `python -m prefect_torch_ddp.server` finds or starts a server, and prints the URL of its API.
 """
 
+import fcntl
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
@@ -218,7 +220,32 @@ def _start_server(home: Path) -> None:
 
     Not by `prefect server start --background`: that server's output goes to a pipe that nobody
     reads, and it dies at its first log line (prefect 3.9.1).
+
+    Of several commands that come here at once, one starts it and the others use it.
     """
+    _check_home(home)
+    with (home / "server.lock").open("ab") as file:
+        _lock(file)
+        if not is_prefect(LOCAL_API):
+            _start_server_alone(home)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Wait until no other process starts the server; the lock ends when the file is closed."""
+    deadline = time.monotonic() + READY_S
+    # Not for longer than a start may take: the other process may be suspended.
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.2)
+        except OSError:  # a home on a file system without locks, as some NFS
+            return
+        else:
+            return
+
+
+def _start_server_alone(home: Path) -> None:
     address = urlsplit(LOCAL_API)
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
@@ -227,7 +254,6 @@ def _start_server(home: Path) -> None:
                 "stop it, or set PREFECT_API_URL"
             )
             raise ServerError(msg)
-    _check_home(home)
     log = home / "server.log"
     where = f"--host {address.hostname} --port {address.port}"
     command = [sys.executable, "-m", *f"prefect server start {where}".split()]

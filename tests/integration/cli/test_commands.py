@@ -1,6 +1,7 @@
 """The command runs real flows under a real server, in a separate folder."""
 
 import csv
+import fcntl
 import io
 import os
 import re
@@ -8,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prefect_torch_ddp import list_runs
@@ -196,16 +199,47 @@ def test_a_script_without_a_home_for_prefect_is_told_so(folder: Path) -> None:
     assert not (folder / "store").exists()
 
 
+def starting(api: str) -> str:
+    """Return code that finds or starts a local server with another address."""
+    return (
+        "import prefect_torch_ddp.server as server\n"
+        f"server.LOCAL_API, server.READY_S = {api!r}, {HANG_S}\n"
+        "print(server.find_or_start_server())"
+    )
+
+
+@pytest.mark.long
+def test_commands_that_begin_at_once_start_one_server(tmp_path: Path) -> None:
+    """Both started one: the pid on file was of the one that could not have the port.
+
+    The server doesn't keep the lock, so a later command could start another after it has ended.
+    """
+    api = f"http://127.0.0.1:{free_port()}/api"
+    home = {"PREFECT_HOME": str(tmp_path)}
+    try:
+        with ThreadPoolExecutor() as commands:
+            begun = [commands.submit(ran, tmp_path, "-c", starting(api), **home) for _ in range(3)]
+            done = [each.result() for each in begun]
+        assert [printed.split() for printed, _ in done] == [[api]] * 3
+        assert sum("Starting a local Prefect server" in said for _, said in done) == 1
+        with (tmp_path / "server.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ran(tmp_path, "-m", "prefect", "server", "stop", **home)
+        wait_until(lambda: not is_prefect(api), HANG_S)
+    finally:
+        # Each of them, also one whose pid isn't on file.
+        for process in psutil.process_iter(["environ", "cmdline"]):
+            of_test = (process.info["environ"] or {}).get("PREFECT_HOME") == str(tmp_path)
+            if of_test and "server" in (process.info["cmdline"] or ()):
+                process.kill()
+
+
 @pytest.mark.long
 def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
     """It outlives the process that started it, until the command that was named; leases are in
     files."""
     api = f"http://127.0.0.1:{free_port()}/api"
-    code = (
-        "import prefect_torch_ddp.server as server\n"
-        f"server.LOCAL_API, server.READY_S = {api!r}, {HANG_S}\n"
-        "print(server.find_or_start_server())"
-    )
+    code = starting(api)
     home = {"PREFECT_HOME": str(tmp_path)}
     pid_file = tmp_path / "server.pid"
     _, said = ran(tmp_path, "-c", code, status=1, PREFECT_HOME=f"{__file__}/prefect")
