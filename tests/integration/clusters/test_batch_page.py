@@ -84,9 +84,12 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
     assert "accuracy" in said["train"]
     differs = differences("a_batch_run", said["train"], tmp_path)
     assert not differs, "\n".join(["golden/a_batch_run.txt differs:", *differs])
-    runs = list_records(DirectoryStorage(tmp_path / "runs"))
-    jobs = [(project / name).read_text() for name in ("one_job.log", "flow_job.log")]
-    assert [run.state for run in runs] == ["completed"] * 4, jobs
+    jobs = [(project / "digits.log").read_text(), (project / "digits-flow.log").read_text()]
+    places = ("runs", "chains/digits", "chains/digits-flow")
+    states = [
+        [run.state for run in list_records(DirectoryStorage(tmp_path / place))] for place in places
+    ]
+    assert states == [["completed"] * 2, ["completed"], ["completed"]], jobs
     assert all("accuracy" in job for job in jobs)
 
 
@@ -97,26 +100,28 @@ def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
     site: Site, tmp_path: Path, prefect_api: str
 ) -> None:
     """At the signal before its end all ranks save, and the next job goes on there; after SIGTERM to
-    its script, which saves too, no job follows."""
+    its script, which saves too, no job follows. The chain keeps its name, storage and options."""
     port = int(prefect_api.removesuffix("/api").rpartition(":")[2])
     (script,) = (
         typed(found, tmp_path, port)
         for found in BLOCK.findall(PAGES[0].read_text("utf-8"))
         if (named := NAMED.match(found)) and named[1] == "one_job.sh"
     )
-    (tmp_path / "one_job.sh").write_text(script.replace("latest &", "latest -o epochs=100000 &"))
-    storage = DirectoryStorage(tmp_path / "runs")
+    (tmp_path / "one_job.sh").write_text(script)
+    folder = tmp_path / "chains" / "long"
+    storage = DirectoryStorage(folder)
 
     def trains(run: RunRecord) -> bool:
-        folder = tmp_path / "runs/runs" / run.run_id / "checkpoints"
-        return run.state == "training" and any(folder.glob("step-*"))
+        found = (folder / "runs" / run.run_id / "checkpoints").glob("step-*")
+        return run.state == "training" and any(found)
 
     def states() -> list[str]:
         return [
             run.state for run in list_records(storage) if run.state != "training" or trains(run)
         ]
 
-    subprocess.run(["sbatch", "one_job.sh"], cwd=tmp_path, check=True, capture_output=True)
+    submit = ["sbatch", "--job-name=long", "one_job.sh", "-o", "epochs=100000"]
+    subprocess.run(submit, cwd=tmp_path, check=True, capture_output=True)
     wait_until(lambda: states() == ["training"], 4 * HANG_S, "the first job's checkpoint")
     (first_job,) = site.job_ids()
     site.call(*site.announce_end, first_job)
@@ -127,7 +132,7 @@ def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
     site.call("scancel", "--batch", "--signal=TERM", second_job)
     wait_until(lambda: not site.job_ids(), HANG_S, "the end of the second job")
 
-    log = (tmp_path / "one_job.log").read_text()
+    log = (tmp_path / "long.log").read_text()
     assert second_job != first_job, log
     assert states() == ["cancelled", "cancelled"], log
     second, first = list_records(storage)
