@@ -139,10 +139,8 @@ class RankLoader:
             num_samples, shuffle = len(fetched), False
         else:
             num_samples = count_samples(dataset)
-            if weights is not None:
-                drawn_by = checked_weights(weights, num_samples)
-            if order is not None:
-                own_order = OwnOrder(order, num_samples)
+            drawn_by = None if weights is None else checked_weights(weights, num_samples)
+            own_order = None if order is None else OwnOrder(order, num_samples)
             gathers = collate is default_collate
             fetched = self._seeded(dataset, seed, seed_samples, gathers=gathers)
         self.batches = GlobalBatches(
