@@ -45,12 +45,14 @@ def ddp_script(
             task's name is the script's name.
 
     Returns:
-        The task. Its result is None. Files that the script writes aren't collected.
+        The task. Its result is None. Files that the script writes aren't collected. The run record
+        of a call, and what `sweep_report` returns, has all arguments that the script got, as texts:
+        `ddp_script("train.py", best["args"])` gives them again.
 
     Raises:
-        InvalidParamsError: an option is unknown or has an invalid value, an argument is a Dask
-            collection, or `script` doesn't name a script. When the task is called: the script's
-            file doesn't exist.
+        InvalidParamsError: an option is unknown or has an invalid value, `args` or `resume_args` is
+            no list, an argument is a Dask collection, or `script` doesn't name a script. When the
+            task is called: the script's file doesn't exist.
 
     Example:
         Run a script on two ranks as torchrun would:
@@ -62,11 +64,8 @@ def ddp_script(
             )
     """
     named = os.fspath(script)
-    if not is_script(named):
-        msg = f"script is {named!r}; give the path of a .py file, or '-m package.module'"
-        raise InvalidParamsError(msg)
-    for value in (*args, *resume_args):
-        refuse_for_script(value, named)
+    _check(named, args=args, resume_args=resume_args)
+    args, resume_args = tuple(args), tuple(resume_args)  # the caller may go on to change a list
     path = None if named.startswith(MODULE_FLAG) else Path(named).absolute()
     what = named if path is None else str(path)
 
@@ -89,6 +88,18 @@ def ddp_script(
     given, on_resume = (tuple(map(str, each)) for each in (args, resume_args))
     task.code = TaskCode(str(what), named, path, (given, on_resume))
     return task.with_params(task.params)  # type: ignore[no-any-return]
+
+
+def _check(script: str, **arguments: Sequence[object]) -> None:
+    if not is_script(script):
+        msg = f"script is {script!r}; give the path of a .py file, or '-m package.module'"
+        raise InvalidParamsError(msg)
+    for name, given in arguments.items():
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            msg = f"{name} is {given!r}; give a list of arguments, such as ['--lr', 0.1]"
+            raise InvalidParamsError(msg)
+        for value in given:
+            refuse_for_script(value, script)
 
 
 class ScriptTask(GangTask[..., None]):

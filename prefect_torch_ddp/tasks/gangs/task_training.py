@@ -5,8 +5,10 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -107,7 +109,7 @@ def train(
         experiment,
         storage,
         workload=code.workload,
-        arguments=plain_values(_as_named(arguments, signature)),
+        arguments=plain_values(_as_named(arguments, signature, code)),
         weights_from=weights_from(resume_from),
     )
     if given.found:
@@ -139,8 +141,16 @@ def train(
     return values[0]
 
 
-def _as_named(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return arguments by the names that a call gave: those of `**kwargs` aren't one argument."""
+def _as_named(
+    arguments: Mapping[str, Any], signature: inspect.Signature, code: TaskCode
+) -> dict[str, Any]:
+    """Return arguments by the names that a call gave: those of `**kwargs` aren't one argument.
+
+    A script has `args`, its own and those of the call, as `ddp_script` takes them.
+    """
+    if code.script_args is not None:
+        more = (str(each) for values in arguments.values() for each in values)
+        return {"args": [*code.script_args[0], *more]}
     named = dict(arguments)
     for each in signature.parameters.values():
         if each.kind is each.VAR_KEYWORD:
@@ -194,15 +204,35 @@ def experiment_of_task(name: str, params: TaskParams, code: TaskCode) -> str:
     return experiment_of(code.module, name if key is None else f"{name}:{key}")
 
 
+def _own(fn: Any) -> tuple[object, ...]:
+    """Return what tells a function from another one that is a task of the same name.
+
+    That is its file, its name in it and, if another function made it, what it has of that. Not its
+    module: a retried flow may have loaded the file under another name. Of an object that is no
+    plain value the class counts, since its content needn't be the same in another process.
+    """
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return (type(fn).__qualname__,)
+    enclosed = {}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(TypeError, ValueError):  # keys that JSON hasn't, or not assigned yet
+            enclosed[name] = json.dumps(cell.cell_contents, default=_name_of)
+    return Path(code.co_filename).name, fn.__qualname__, enclosed
+
+
+def _name_of(value: object) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
 def task_run_id(context: TaskRunContext, params: TaskParams, code: TaskCode, call: Call) -> str:
     """Name the training of a task run: its own, or with a `run_key` that of all equal calls."""
     if params.run_key is None:
         return run_id_of(context.task.name, context.task_run.id)
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    # Not a function's module: a retried flow may have loaded its file under another name.
-    script = () if code.script_args is None else (code.module, code.script_args)
-    where = (str(context.task_run.flow_run_id), context.task.name, *script)
+    own = _own(call.fn) if code.script_args is None else (code.module, code.script_args)
+    where = (str(context.task_run.flow_run_id), context.task.name, *own)
     digest = value_digest(
         (where, params.run_key, params.resume_from, chosen, tuple(call.args), dict(call.kwargs))
     )

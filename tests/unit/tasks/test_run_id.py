@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 from torch.utils.data import Dataset, TensorDataset
 
-from prefect_torch_ddp import ddp_script
+from prefect_torch_ddp import InvalidParamsError, RankContext, ddp_script
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.tasks.gangs.task_training import TaskCode, TaskParams, task_run_id
 from prefect_torch_ddp.tasks.train_run import run_id_of
@@ -55,12 +56,13 @@ def name_of(
     flow_run: UUID = FLOW_RUN,
     name: str = "fit",
     code: TaskCode = FUNCTION,
+    fn: Callable[..., None] = first,
     **kwargs: Any,
 ) -> str:
     """Name the training of a call."""
     task_run = SimpleNamespace(id=TASK_RUN, flow_run_id=flow_run)
     context: Any = SimpleNamespace(task=SimpleNamespace(name=name), task_run=task_run)
-    return task_run_id(context, params, code, Call(first, args, kwargs))
+    return task_run_id(context, params, code, Call(fn, args, kwargs))
 
 
 def test_runs_that_are_scheduled_together_are_told_apart() -> None:
@@ -178,6 +180,48 @@ def test_a_key_counts_within_its_flow_run_and_task() -> None:
     assert name_of(TaskParams(run_key="night", world_size=3, max_restarts=1), 1) == named
     assert name_of(KEYED, 1, flow_run=TASK_RUN) != named
     assert name_of(KEYED, 1, name="other") != named
+
+
+def made_with(loss: Any) -> Callable[..., None]:
+    """Make a function that differs by what it encloses."""
+
+    def fit(_ctx: object) -> Any:
+        return loss
+
+    return fit
+
+
+def test_tasks_of_one_name_are_told_apart_by_their_functions() -> None:
+    """By their names, and by what a function that made them gave them; not by an object's address:
+    a flow that is retried in another process finds its training."""
+    makes: list[Any] = ["l1", 1, {"loss": "l1"}, first, second, Shape, Shape(1), torch.ones(2)]
+    functions = [first, second, *map(made_with, makes)]
+    named = [name_of(KEYED, 1, fn=each) for each in functions]
+    assert len(set(named)) == len(functions) - 1, "a class and its object count as the class"
+    assert name_of(KEYED, 1, fn=made_with(Shape(2))) == name_of(KEYED, 1, fn=made_with(Shape(3)))
+    assert named[2:] == [name_of(KEYED, 1, fn=made_with(each)) for each in makes]
+    moved = pickle.loads(cloudpickle.dumps(functions[2]))
+    moved.__module__ = "loaded_under_another_name"
+    assert name_of(KEYED, 1, fn=moved) == named[2]
+
+
+@pytest.mark.parametrize("name", ["args", "resume_args"])
+@pytest.mark.parametrize("given", ["--resume", iter(["--resume"])], ids=["a text", "an iterator"])
+def test_a_scripts_arguments_are_a_list(name: str, given: Any) -> None:
+    """A text would be split into characters, at the first restart."""
+    with pytest.raises(InvalidParamsError, match=rf"^{name} is .*; give a list of arguments"):
+        ddp_script("-m train", **{name: given})
+
+
+def test_a_list_that_is_changed_later_changes_no_task_that_was_made_of_it(tmp_path: Path) -> None:
+    """What its script gets is what its training is named after."""
+    script, args = tmp_path / "train.py", [tmp_path / "got", 0.1]
+    script.write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])")
+    task: Any = ddp_script(script, args)
+    args[1] = 0.01
+    with RankContext.local() as ctx:
+        task.fn(ctx)
+    assert (tmp_path / "got").read_text() == task.code.script_args[0][1] == "0.1"
 
 
 @pytest.fixture
