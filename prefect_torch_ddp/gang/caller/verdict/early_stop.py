@@ -68,9 +68,8 @@ class EarlyStop:
         is_cancel = self.is_cause and self.has_cancelled_agent and not self.why_agent_ended
         if self.why_asked or is_cancel or isinstance(self.broken, GangCancelledError):
             return self._cancelled(plan)
-        are_consequences = self.broken is None and all(each.is_collateral for each in self.failures)
         after = f" after step {self.stopped[0].stopped.step}" if self.stopped else ""
-        if self.why_agent_ended and (self.is_cause or (self.failures and are_consequences)):
+        if self.why_agent_ended and (self.is_cause or self._is_consequence):
             saved = [event.stopped.step for event in self.stopped if event.stopped.is_saved]
             text = f"{self.why_agent_ended}; the rest of the gang was stopped{after}"
             return WorkerLostError(text, max(filter(None, saved), default=None))
@@ -94,6 +93,17 @@ class EarlyStop:
         saved = [event.stopped.checkpoint_step for event in self.stopped]
         newest = next((step for step in saved if step is not None), None)
         return GangCancelledError(f"gang {plan.name!r} was {how}", step, newest)
+
+    @property
+    def _is_consequence(self) -> bool:
+        """Whether nothing but an agent's end ended the gang: ranks failed by it, or were killed.
+
+        They are killed if they don't end in time, maybe after they have saved.
+        """
+        are_collateral = all(each.is_collateral for each in self.failures)
+        if self.broken is None:
+            return bool(self.failures) and are_collateral
+        return isinstance(self.broken, WorkerLostError) and are_collateral
 
     @property
     def _is_explained(self) -> bool:

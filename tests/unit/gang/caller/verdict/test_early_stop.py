@@ -136,6 +136,13 @@ def test_a_worker_that_leaves_after_a_checkpoint_costs_nothing() -> None:
     saved = EarlyStop([*STOPPED, SAVED], [RAISED], why_agent_ended=LEAVES).error(PLAN, PLACES)
     assert isinstance(saved, WorkerLostError)
     assert saved.saved_step == 7
+    late = EarlyStop([*STOPPED, SAVED], why_agent_ended=LEAVES, broken=WorkerLostError(LEAVES))
+    error = late.error(
+        PLAN, PLACES
+    )  # its ranks saved, and were killed as they took too long to end
+    assert isinstance(error, WorkerLostError)
+    assert error.saved_step == 7
+    assert replace(late, failures=[KILLED]).error(PLAN, PLACES) is None
     other = RankStopped(0, Stopped(7, "order", 5))
     for stopped in (STOPPED, [*STOPPED, other]):
         error = EarlyStop(stopped, why_agent_ended=LEAVES).error(PLAN, PLACES)
