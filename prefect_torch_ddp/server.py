@@ -30,6 +30,8 @@ EMBEDDED_START_S = 300
 """Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
 LISTENS = "0A"
 """The state of a socket that listens, in the kernel's tables."""
+REACHED = {"0100007F", "0" * 8, "0" * 32, "0" * 16 + "FFFF00000100007F"}
+"""Addresses there that 127.0.0.1 reaches: itself and all, of IPv4 and IPv6."""
 PROBE_BYTES = 2**16
 """A quota that is used up may still allow an empty file."""
 
@@ -64,10 +66,9 @@ def find_or_start_server() -> str:
             )
             raise ServerError(msg)
         return configured
-    if is_prefect(LOCAL_API):
-        refuse_strangers_server(urlsplit(LOCAL_API).port)
-    else:
+    if not is_prefect(LOCAL_API):
         _start_server(PREFECT_HOME.value())
+    refuse_strangers_server(urlsplit(LOCAL_API).port)
     return LOCAL_API
 
 
@@ -87,7 +88,8 @@ def refuse_strangers_server(
         for line in table.read_text("ascii").splitlines()[1:] if table.exists() else ():
             _, local, _, state, *rest = line.split()
             owner = int(rest[3])
-            if state == LISTENS and int(local.rpartition(":")[2], 16) == port:
+            address, _, number = local.rpartition(":")
+            if state == LISTENS and int(number, 16) == port and address in REACHED:
                 if owner in (0, os.getuid()):
                     return
                 msg = (

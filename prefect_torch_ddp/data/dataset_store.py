@@ -154,9 +154,14 @@ def _drop_late_parts(storage: Storage, manifest: DatasetManifest, folder: Path) 
         return
     named = {file.key for file in manifest.files}
     for path in folder.glob("part-*"):
-        if path.name not in named:
-            logger.warning("%s isn't in the manifest of its dataset: it is removed", path)
-            storage.delete(f"{manifest.files_key}/{path.name}")
+        if path.name not in named and path.is_file():
+            why = "isn't in the manifest of its dataset, and would be read as further rows"
+            logger.warning("%s %s: it is removed", path, why)
+            try:
+                storage.delete(f"{manifest.files_key}/{path.name}")
+            except StorageError as error:
+                msg = f"{path} {why}, but can't be removed: {error}"
+                raise StorageError(msg) from error
 
 
 def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
@@ -226,21 +231,22 @@ def _threads_for(manifest: DatasetManifest) -> int:
 
 
 def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
-    folder = cache_root / manifest.digest
+    folder, is_own = cache_root / manifest.digest, False
     try:
         if not manifest.is_whole(folder):
             # Where locks don't work each process downloads for itself: slower, as safe.
             with staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staging:
                 if not manifest.is_whole(folder):
                     _download(storage, manifest, staging, folder)
-        owner = folder.stat().st_uid
+                    is_own = True  # also where a file server gives files another owner
+        is_own = is_own or folder.stat().st_uid in (0, os.geteuid())
     except OSError as error:
         msg = (
             f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
             f"{error.strerror or error}; free space there or set XDG_CACHE_HOME"
         )
         raise StorageError(msg) from error
-    if owner != os.geteuid():  # only the sizes of its files were compared
+    if not is_own:  # only the sizes of its files were compared
         msg = (
             f"{folder} belongs to another user, who could put anything there: set XDG_CACHE_HOME "
             "to another folder"

@@ -46,8 +46,9 @@ def ddp_script(
 
     Returns:
         The task. Its result is None. Files that the script writes aren't collected. The run record
-        of a call, and what `sweep_report` returns, has all arguments that the script got, as texts:
-        `ddp_script("train.py", best["args"])` gives them again.
+        of a call, and what `sweep_report` returns, has the arguments of the task and of the call as
+        texts, unless they are long or look like secrets: `ddp_script("train.py", best["args"])`
+        gives them again.
 
     Raises:
         InvalidParamsError: an option is unknown or has an invalid value, `args` or `resume_args` is

@@ -78,12 +78,15 @@ def _chosen(
 def _latest(
     own: Storage, earlier: Sequence[RunRecord], params: ContextParams
 ) -> ResumePoint | None:
-    """Return the newest run that didn't finish and has a checkpoint; none once one finished.
+    """Return the newest run that didn't finish and has a checkpoint; none once one has trained.
 
     Or what a newer one was to begin from, if it ended before its first checkpoint.
     """
-    over = (each for each in earlier if not still_trains(each))
-    for record in takewhile(lambda each: not each.is_finished, over):
+    for record in takewhile(lambda each: not each.is_finished, earlier):
+        if still_trains(record):
+            if record.state == "completed":  # it is evaluated
+                return None
+            continue
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
         began_from = record.parameters.get("resume_from")
@@ -123,8 +126,8 @@ def still_trains(record: RunRecord) -> bool:
 
     That is also one which was suspended: its record says cancelled, as the training did stop. Or
     one whose task, or whole flow, failed and waits for a retry. Or one that has trained and is
-    still evaluated. What failed in this very flow run,
-    or was cancelled in it, is over: it was resumed or retried, and its tasks have new ids.
+    still evaluated. What failed in this very flow run, or was cancelled in it, is over: it was
+    resumed or retried, and its tasks have new ids.
     """
     if record.is_finished or record.flow_run_id is None:
         return False

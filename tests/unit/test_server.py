@@ -116,9 +116,11 @@ def test_a_server_of_another_user_is_not_used(owner: int, is_refused: bool, tmp_
     """On a login node its database, and who may cancel a run, is somebody else's."""
     table = tmp_path / "tcp"
     line = "   0: 0100007F:{port:04X} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000"
+    elsewhere = line.replace("0100007F:", "0200007F:", 1)
     lines = [
         f"{line.format(port=4200, state='01')} 777 0 1 1",  # a connection
         f"{line.format(port=4201, state='0A')} 777 0 1 1",
+        f"{elsewhere.format(port=4200, state='0A')} 777 0 1 1",
         f"{line.format(port=4200, state='0A')} {owner} 0 1 1",
     ]
     table.write_text("\n".join(["  sl  local_address rem_address   st", *lines]), "ascii")

@@ -5,11 +5,11 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 
 import hashlib
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, Self
@@ -17,6 +17,7 @@ from typing import Any, Self
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from pydantic import model_validator
+from pydantic_core import to_jsonable_python
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -208,20 +209,29 @@ def _own(fn: Any) -> tuple[object, ...]:
     """Return what tells a function from another one that is a task of the same name.
 
     That is its file, its name in it and, if another function made it, what it has of that. Not its
-    module: a retried flow may have loaded the file under another name. Of an object that is no
-    plain value the class counts, since its content needn't be the same in another process.
+    module: a retried flow may have loaded the file under another name. Of an object that
+    JSON has no form of the class counts: its content needn't be the same in another process.
     """
+    if isinstance(fn, partial):
+        return (*_own(fn.func), fn.args, fn.keywords)
     code = getattr(fn, "__code__", None)
     if code is None:
         return (type(fn).__qualname__,)
     enclosed = {}
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        with suppress(TypeError, ValueError):  # keys that JSON hasn't, or not assigned yet
-            enclosed[name] = json.dumps(cell.cell_contents, default=_name_of)
+        # Not assigned yet, or too deep.
+        with suppress(TypeError, ValueError, RecursionError):
+            value = cell.cell_contents
+            ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            plain = to_jsonable_python(ordered, fallback=_plain, inf_nan_mode="strings")
+            enclosed[name] = type(value).__qualname__, plain
     return Path(code.co_filename).name, fn.__qualname__, enclosed
 
 
-def _name_of(value: object) -> str:
+def _plain(value: Any) -> Any:
+    """Return a value of no elements, such as NumPy's, as Python's; else a name."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 

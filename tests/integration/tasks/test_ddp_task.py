@@ -600,8 +600,11 @@ def test_latest_continues_a_trained_run_that_was_not_evaluated(
         draft = draft_record(params, "yesterday", "fit", storage, workload="fit", **record)
         trained = {"state": "completed", "flow_run_id": str(elsewhere.id)}
         write_record(storage, draft.model_copy(update=trained))
-        manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
-        storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
+        failed = {"run_id": "before", "state": "failed", "began": draft.began - timedelta(days=1)}
+        write_record(storage, draft.model_copy(update=failed))
+        for run_id in ("before", "yesterday"):
+            manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
+            storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())
         found = resume_point(params, storage, "tonight", "fit")
         return found and found.run_id
 

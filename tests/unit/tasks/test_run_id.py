@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,12 +195,15 @@ def made_with(loss: Any) -> Callable[..., None]:
 def test_tasks_of_one_name_are_told_apart_by_their_functions() -> None:
     """By their names, and by what a function that made them gave them; not by an object's address:
     a flow that is retried in another process finds its training."""
-    makes: list[Any] = ["l1", 1, {"loss": "l1"}, first, second, Shape, Shape(1), torch.ones(2)]
-    functions = [first, second, *map(made_with, makes)]
+    makes: list[Any] = ["l1", 1, "1", {"loss": "l1"}, {("a", 1): 2}, first, second, Shape, Shape(1)]
+    makes += [Shape(2), Path("a"), Path("b"), Decimal(1), np.int64(1), np.int64(2), {"a", "b"}]
+    makes += [torch.ones(()), torch.ones(2), float("nan"), partial(first, 1), (1, 2), [1, 2]]
+    functions = [first, second, *map(made_with, makes), partial(first, 1), partial(first, 2)]
     named = [name_of(KEYED, 1, fn=each) for each in functions]
-    assert len(set(named)) == len(functions) - 1, "a class and its object count as the class"
-    assert name_of(KEYED, 1, fn=made_with(Shape(2))) == name_of(KEYED, 1, fn=made_with(Shape(3)))
-    assert named[2:] == [name_of(KEYED, 1, fn=made_with(each)) for each in makes]
+    assert len(set(named)) == len(functions)
+    assert named[2:-2] == [name_of(KEYED, 1, fn=made_with(each)) for each in makes]
+    for one, other in ((torch.ones(2), torch.zeros(2)), (object(), object())):
+        assert name_of(KEYED, 1, fn=made_with(one)) == name_of(KEYED, 1, fn=made_with(other))
     moved = pickle.loads(cloudpickle.dumps(functions[2]))
     moved.__module__ = "loaded_under_another_name"
     assert name_of(KEYED, 1, fn=moved) == named[2]
