@@ -15,6 +15,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.errors import DamagedObjectError, NewerFormatError, StorageError
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     CheckpointCommitted,
@@ -47,7 +48,9 @@ FINISH_TIMEOUT_S = 20.0
 """How long a training's end waits for everything that is to be shown and recorded: a request that
 meets a busy server is given up after 5 s, and tried again."""
 RETRY_S = 0.5
-"""Between two tries to write the end."""
+"""Between two tries to read and write the end."""
+LASTING = NewerFormatError, DamagedObjectError
+"""Errors of a storage that reading again doesn't remove."""
 
 
 class LiveReport:
@@ -86,12 +89,14 @@ class LiveReport:
         self._readings = Readings(storage, interval_s)
         self._shown: dict[str, Any] = {}
         """What was read, by the names of RunView."""
+        self._unread: dict[str, bool] = {}
+        """What the last reading failed for, and whether it may be read later."""
         self._lock = threading.Lock()
         self._has_news = True
         self._give_up_s: float | None = None
         """Once the training is over: until when its end may be shown and recorded."""
         self._is_whole = False
-        """Whether its end has been."""
+        """Whether what was read of its end has been."""
         self._wake = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
@@ -152,6 +157,10 @@ class LiveReport:
         if not self._is_whole:
             msg = "the run's record and page may lack the end: they weren't written within %.0f s"
             self._logger.warning(msg, FINISH_TIMEOUT_S)
+        elif self._unread and not self._recorder.is_superseded:
+            names = ["metrics" if name == "curves" else name for name in list(self._unread)]
+            msg = "the run's record and page may lack the end: its %s couldn't be read"
+            self._logger.warning(msg, ", ".join(names))
         record = self._recorder.record
         lines = last_lines(record, self._links, self._kept) if self._is_end else []
         self._recorder.flush(report=self._kept if self._is_end else "")
@@ -184,36 +193,56 @@ class LiveReport:
             self._write_end(stack, self._give_up_s)
 
     def _write_end(self, stack: ExitStack, give_up_s: float) -> None:
-        """Write the record and the page until both are taken, or until it is given up."""
+        """Read the end, write the record and the page; again until all is done, or given up."""
+        self._warned.clear()  # what fails now is logged, also if it failed before
         self._try("write the run's record", self._recorder.write)
         self._read(is_last=True)
-        self._settle()
-        self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
+        self._put_end(stack, is_new=True)
+        missing = self._missing()
+        while (missing or not self._is_whole) and time.monotonic() < give_up_s:
+            self._wake.wait(RETRY_S)
+            self._wake.clear()
+            if missing:
+                self._read(is_last=True, only=missing)
+            before, missing = missing, self._missing()
+            self._put_end(stack, is_new=missing != before)
+
+    def _missing(self) -> frozenset[str]:
+        """Return what couldn't be read of the end, but may be read later."""
+        if self._recorder.is_superseded:
+            return frozenset()
+        return frozenset(name for name, may_be_read in self._unread.items() if may_be_read)
+
+    def _put_end(self, stack: ExitStack, *, is_new: bool) -> None:
+        """Write what isn't written; everything if more was read of the end."""
+        if is_new:
+            self._is_whole = False
+            self._settle()
+            self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
+            # What the last update wrote may have been the end already, before it was read.
+            with self._lock:
+                self._has_news = True
         is_recorded = self._try("write the run's record", self._recorder.write)
-        # What the last update wrote may have been the end already, before it was read.
-        with self._lock:
-            self._has_news = True
         is_elsewhere = self._recorder.is_superseded
-        file = None if is_elsewhere else ReportFile(self._storage, self._view()).start()
+        has_file = is_new and not is_elsewhere
+        file = ReportFile(self._storage, self._view()).start() if has_file else None
         is_shown = is_elsewhere or self._try("be written", self._write, stack)
         self._keep(file)
-        while not (is_recorded and is_shown) and time.monotonic() < give_up_s:
-            self._wake.wait(RETRY_S)
-            is_recorded = is_recorded or self._try("write the run's record", self._recorder.write)
-            is_shown = is_shown or self._try("be written", self._write, stack)
         self._is_whole = is_recorded and is_shown
 
-    def _read(self, *, is_last: bool) -> None:
+    def _read(self, *, is_last: bool, only: frozenset[str] = frozenset()) -> None:
+        """Read what is due; if `only` has names, only those."""
         before = self._readings.curves
         due = self._readings.due(
             self._recorder.record,
             is_last=is_last,
-            has_previous="previous" in self._shown,
+            has_previous={"previous", "earlier"} <= self._shown.keys(),
             # Of train_flow the task that publishes reads the epochs.
             needs_epochs=self._training.status != "trained",
         )
         for name, read in due.items():
-            self._try(f"read the run's {name}", self._take, name, read)
+            if not only or name in only:
+                self._try(f"read the run's {name}", self._take, name, read)
         if (curves := self._readings.curves) is not before:
             self._try("show the run's curves", self._show, curves)
 
@@ -225,7 +254,14 @@ class LiveReport:
         self._shown["picture"] = render_curves(curves)
 
     def _take(self, name: str, read: Callable[[], Any]) -> None:
-        self._shown[name] = read()
+        self._unread[name] = True
+        try:
+            self._shown[name] = read()
+        except Exception as error:
+            is_of_storage = isinstance(error, StorageError | OSError)
+            self._unread[name] = is_of_storage and not isinstance(error, LASTING)
+            raise
+        del self._unread[name]
 
     def _write(self, stack: ExitStack) -> None:
         if self._writer is None:

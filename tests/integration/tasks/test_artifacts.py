@@ -297,6 +297,50 @@ def test_an_end_that_is_not_recorded_in_time_is_said(prefect_api, caplog, monkey
     assert len(said) == 1
 
 
+@dataclass(frozen=True)
+class FailingReads(Shelf):
+    """A storage that doesn't give the ranks' records for as many tries as it is told."""
+
+    failures: list[None] = field(default_factory=list)
+
+    def read(self, key: str) -> bytes:
+        if "/metrics/" in key and self.failures:
+            self.failures.pop()
+            msg = "the network is down"
+            raise StorageError(msg)
+        return super().read(key)
+
+
+@pytest.mark.parametrize("num_failures", [3, 1_000_000])
+def test_metrics_that_cannot_be_read_at_the_end_are_read_again(
+    prefect_api, caplog, monkeypatch, num_failures
+):
+    """Record, page and file get the last values; if they can't be read in time, the log says so."""
+    is_lost = num_failures > 3
+    monkeypatch.setattr(live, "FINISH_TIMEOUT_S", 2.0 if is_lost else HANG_S)
+    shelf = FailingReads(records())
+    last = vars(record(41, 0, epoch=5, num_samples=8, final_loss=0.0625))
+    part = head(METRICS) + json.dumps(last).encode()
+
+    def train(run: Any) -> None:
+        with live_report(storage=shelf, interval_s=600.0):
+            wait_until(lambda: PAGE in artifacts_of(run.flow_run_id))
+            shelf.failures.extend([None] * num_failures)
+            shelf.write(f"runs/{RUN}/metrics/rank-00000/000002-000002.jsonl", part)
+
+    with caplog.at_level(logging.WARNING):
+        flow_run_id, _ = run_in_a_task(train)
+    found = newest_record(shelf)
+    assert found.state == "completed"
+    assert found.metrics["loss"] == pytest.approx(0.525)
+    assert ("final_loss" in found.metrics) is not is_lost
+    assert ("final_loss" in report_of(flow_run_id)) is not is_lost
+    assert ("final_loss" in shelf.read(f"runs/{RUN}/report.html").decode()) is not is_lost
+    said = [each.getMessage() for each in caplog.records if "lack the end" in each.getMessage()]
+    assert len(said) == is_lost
+    assert all("its metrics couldn't be read" in each for each in said)
+
+
 def test_a_failed_run_is_shown_by_its_records(prefect_api):
     """Title, line, record and file show the step of the records, not the rank's last message."""
     shelf: Any = Shelf(records())
