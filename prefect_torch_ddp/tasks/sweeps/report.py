@@ -1,6 +1,7 @@
 """One page for all calls of a `ddp_task` in a flow run: a table, the best one, their curves."""
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -8,10 +9,12 @@ from typing import Any, Literal
 from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
+from prefect_torch_ddp.records.hiding import HIDDEN
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.records.run_record import RunRecord, records_below
 from prefect_torch_ddp.results import count
@@ -48,6 +51,8 @@ def sweep_report(
     Returns:
         (run id, arguments) of the best call. You can pass the id as `resume_from`. The arguments
         are those in the run record, which has a text in place of each that isn't a plain value.
+        Arguments that look like secrets, by their names or their values, aren't on record and are
+        left out, with a warning: pass them yourself.
 
     Raises:
         InvalidParamsError: it is called outside of a flow, the task isn't a `ddp_task`, or no call
@@ -93,7 +98,25 @@ def sweep_report(
         writer = ArtifactWriter(client, None, context.flow_run.id)
         line = f"{best_of(trials, metric)} · {count(len(trials), 'call')} of {task.name}"
         writer.put("markdown", key("sweep", experiment), page, line)
-    return trials[0].record.run_id, dict(trials[0].record.arguments)
+    return trials[0].record.run_id, _known_arguments(trials[0].record)
+
+
+def _known_arguments(record: RunRecord) -> dict[str, Any]:
+    """Return the arguments of a run without those that the record hides, which are logged."""
+    known = {name: each for name, each in record.arguments.items() if not _has_hidden(each)}
+    if left_out := [name for name in record.arguments if name not in known]:
+        msg = "%s of run %s look like secrets and aren't on record: pass them yourself"
+        get_run_logger().warning(msg, ", ".join(left_out), record.run_id)
+    return known
+
+
+def _has_hidden(value: Any) -> bool:
+    """Tell whether a part of a value, at any depth, is hidden."""
+    if isinstance(value, Mapping):
+        return any(_has_hidden(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_hidden(each) for each in value)
+    return isinstance(value, str) and HIDDEN in value
 
 
 def _score(record: RunRecord, metric: str, mode: str) -> float:

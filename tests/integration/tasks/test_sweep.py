@@ -1,5 +1,6 @@
 """A sweep over one `ddp_task`: experiments of their own, one page, the best one continued."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,39 @@ def test_the_best_of_any_keyword_arguments_can_be_passed_on(
         return best, task(**best | {"epochs": 4})
 
     assert sweep() == ({"lr": 0.25}, 1.0)
+
+
+def with_secrets(
+    ctx: RankContext, lr: float, hf_token: str, source: str, more: dict[str, str]
+) -> str:
+    """Report the learning rate as the loss; return the token."""
+    ctx.report(loss=lr)
+    return hf_token
+
+
+@pytest.mark.extended
+def test_arguments_that_the_record_hides_are_not_returned(
+    dask_cluster: LocalCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training with them would get "(hidden)"; a warning names what the caller has to pass."""
+    task: Any = ddp_task(world_size=1, storage=str(tmp_path))(with_secrets)
+    secrets = {
+        "hf_token": "hf-1234",
+        "source": "https://me:hunter2@host/data",
+        "more": {"password": "hunter2"},
+    }
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def sweep() -> tuple[dict[str, Any], str]:
+        task.submit(0.5, **secrets).wait()
+        _, best = sweep_report(task, "loss", mode="min")
+        return best, task(**{**best, **secrets})
+
+    with caplog.at_level(logging.WARNING):
+        assert sweep() == ({"lr": 0.5}, "hf-1234")
+    (said,) = [each.getMessage() for each in caplog.records if "secrets" in each.getMessage()]
+    assert said.startswith("hf_token, source, more of run ")
+    assert said.endswith("look like secrets and aren't on record: pass them yourself")
 
 
 def test_a_run_key_names_only_arguments() -> None:
