@@ -99,9 +99,13 @@ class Committer:
         """Put on record that the function had ended with a checkpoint, of this attempt or another.
 
         Where the storage fails nothing is lost: everything that was trained is in the checkpoint.
+
+        Raises:
+            SupersededError: a newer attempt has begun, whose end this record would replace.
         """
         attempt = self._attempt if of_attempt is None else of_attempt
         with suppress(StorageError):
+            self._refuse_superseded()
             record_end(self.storage, self.run_id, CheckpointId(step, attempt))
 
     @property

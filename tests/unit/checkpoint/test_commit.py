@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, had_ended
+from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import CheckpointError, StorageError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
@@ -75,6 +77,17 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
     count_to(storage, 4)  # the attempt after it sweeps up
     assert steps_of(storage) == [1, 2, 3, 4]
     assert not left.exists()
+
+
+def test_a_superseded_attempt_records_no_end(tmp_path: Path) -> None:
+    """A newer attempt that has ended keeps its record when an older one wakes at its own end."""
+    storage = DirectoryStorage(tmp_path)
+    older = Committer(storage, "local", claim_attempt(storage, "local"), EVERY_STEP)
+    count_to(storage, 2)
+    assert had_ended(storage, "local", CheckpointId(2, 2))
+    with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by"):
+        older.record_end(3, None)
+    assert had_ended(storage, "local", CheckpointId(2, 2))
 
 
 def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
