@@ -568,7 +568,8 @@ class RankContext:
         every rank. Don't use `track` or `steps` with it: they make checkpoints themselves.
 
         Raises:
-            InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints.
+            InvalidParamsError: `track` or `steps` was called, or made the run's checkpoints. Or
+                this is the prepare stage, which has none.
             CheckpointError: there are commits, but all of them are damaged.
         """
         return self._assembly.program.folder.root

@@ -102,10 +102,16 @@ class TrainingState:
 
         Raises:
             InvalidParamsError: objects are tracked, or `steps` has begun; or the run's checkpoints
-                aren't folders.
+                aren't folders; or it is the prepare stage.
             CheckpointError: there are checkpoints, and none can be restored.
         """
         config = self._config
+        if config.stage == "prepare":  # it claims no attempt
+            msg = (
+                "ctx.checkpoint_folder in prepare: there is nothing to resume; write the dataset "
+                "below ctx.data"
+            )
+            raise InvalidParamsError(msg)
         if self._restorer is not None or self._numbers.has_begun:
             msg = (
                 "ctx.checkpoint_folder and ctx.commit are for programs that write their own "

@@ -171,6 +171,17 @@ def test_a_training_has_one_kind_of_checkpoint(tmp_path: Path) -> None:
         ctx.track(model=torch.nn.Linear(1, 1))
 
 
+def test_a_preparation_commits_no_folder(tmp_path: Path) -> None:
+    """It is no attempt of the run: its folders would be resumed by the training that follows."""
+    ctx = RankContext.local(storage=tmp_path / "store", stage="prepare", data=tmp_path / "data")
+    says = "ctx.checkpoint_folder in prepare: there is nothing to resume"
+    with ctx, pytest.raises(InvalidParamsError, match=says):
+        _ = ctx.checkpoint_folder
+    with ctx, pytest.raises(InvalidParamsError, match=says):
+        commit(ctx, 1, weights="1")
+    assert steps(tmp_path / "store") == []
+
+
 def test_what_is_due_at_a_steps_end(tmp_path: Path) -> None:
     """A checkpoint every second step, when it was asked for, and at a stop."""
     with context(tmp_path) as ctx:
