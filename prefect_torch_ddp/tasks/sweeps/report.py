@@ -15,7 +15,7 @@ from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records.hiding import HIDDEN
-from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.records.metrics import read_new_records
 from prefect_torch_ddp.records.run_record import RunRecord, records_below
 from prefect_torch_ddp.results import count
 from prefect_torch_ddp.storage.protocol import Storage
@@ -129,7 +129,7 @@ def _score(record: RunRecord, metric: str, mode: str) -> float:
 
 
 def _trial(storage: Storage, record: RunRecord, metric: str, mode: str) -> Trial:
-    curves = MetricCurves(read_all_records(storage, record.run_id)).snapshot()
+    curves = MetricCurves(read_new_records(storage, record.run_id, set())).snapshot()
     return Trial(record, _score(record, metric, mode), curves.values)
 
 
