@@ -85,7 +85,7 @@ def refuse_strangers_server(
         ServerError: neither this user nor root, as whom a container's proxy may run, listens there.
     """
     for table in map(Path, tables):
-        for line in table.read_text("ascii").splitlines()[1:] if table.exists() else ():
+        for line in table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else ():
             _, local, _, state, *rest = line.split()
             owner = int(rest[3])
             address, _, number = local.rpartition(":")
