@@ -539,6 +539,33 @@ def test_latest_takes_up_what_its_own_flow_run_cancelled(
     assert resumed() == taken_up
 
 
+def latest_of(folder: Path, state: State, **runs: dict[str, Any]) -> str | None:
+    """Return which of these runs, the newest first, `latest` takes up.
+
+    Each has a checkpoint and is of another flow run, which is in this state.
+    """
+    storage, params = DirectoryStorage(folder), TaskParams(resume_from="latest")
+
+    @flow
+    def other() -> None: ...
+
+    @flow
+    def resumed() -> str | None:
+        with get_client(sync_client=True) as client:
+            elsewhere = client.create_flow_run(other, state=state)
+        for days, (run_id, fields) in enumerate(runs.items()):
+            draft = draft_record(params, run_id, "fit", storage, workload="fit")
+            began = draft.began - timedelta(days=days)
+            given = {"began": began, "flow_run_id": str(elsewhere.id), **fields}
+            write_record(storage, type(draft).model_validate({**draft.model_dump(), **given}))
+            manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
+            storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())
+        found = resume_point(params, storage, "tonight", "fit")
+        return found and found.run_id
+
+    return resumed()
+
+
 @pytest.mark.parametrize(
     ("is_tried_again", "state", "taken_up"),
     [
@@ -553,24 +580,8 @@ def test_latest_leaves_alone_what_is_still_to_be_retried(
     tmp_path: Path, is_tried_again: bool, state: State, taken_up: str | None
 ) -> None:
     """What failed once in another flow run would otherwise train twice."""
-    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
-
-    @flow
-    def other() -> None: ...
-
-    @flow
-    def resumed() -> str | None:
-        with get_client(sync_client=True) as client:
-            elsewhere = client.create_flow_run(other, state=state)
-        draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
-        failed = {"state": "failed", "is_tried_again": is_tried_again}
-        write_record(storage, draft.model_copy(update=failed | {"flow_run_id": str(elsewhere.id)}))
-        manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
-        storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
-        found = resume_point(params, storage, "tonight", "fit")
-        return found and found.run_id
-
-    assert resumed() == taken_up
+    failed = {"state": "failed", "is_tried_again": is_tried_again}
+    assert latest_of(tmp_path, state, yesterday=failed) == taken_up
 
 
 @pytest.mark.parametrize(
@@ -588,27 +599,8 @@ def test_latest_continues_a_trained_run_that_was_not_evaluated(
     tmp_path: Path, record: dict[str, Any], state: State, taken_up: str | None
 ) -> None:
     """It counted as finished, so the next run trained everything again."""
-    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
-
-    @flow
-    def other() -> None: ...
-
-    @flow
-    def resumed() -> str | None:
-        with get_client(sync_client=True) as client:
-            elsewhere = client.create_flow_run(other, state=state)
-        draft = draft_record(params, "yesterday", "fit", storage, workload="fit", **record)
-        trained = {"state": "completed", "flow_run_id": str(elsewhere.id)}
-        write_record(storage, draft.model_copy(update=trained))
-        failed = {"run_id": "before", "state": "failed", "began": draft.began - timedelta(days=1)}
-        write_record(storage, draft.model_copy(update=failed))
-        for run_id in ("before", "yesterday"):
-            manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
-            storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())
-        found = resume_point(params, storage, "tonight", "fit")
-        return found and found.run_id
-
-    assert resumed() == taken_up
+    trained, failed = {"state": "completed", **record}, {"state": "failed", "flow_run_id": None}
+    assert latest_of(tmp_path, state, yesterday=trained, before=failed) == taken_up
 
 
 @pytest.mark.parametrize("reference", ["base", "best", None])
