@@ -37,6 +37,8 @@ and to end it, takes two thirds of the time. (glibc's manual, Memory Allocation 
 BOOT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 5.0
 """A server that doesn't answer an order for this long is stopped or starved: it is given up."""
+WITH_RANKS_TIMEOUT_S = 60.0
+"""A server that has ranks is given up later: they end with it, and so does their attempt."""
 AGENT_LIMIT_S = 300.0
 """The longest that a closing worker waits for its agent; its nanny may kill it sooner, and
 `stop_grace_s` mostly ends it before."""
@@ -51,6 +53,8 @@ class ForkServer:
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._lock = threading.Lock()
         self._is_ready = False
+        self._unreaped = set[int]()
+        """Its ranks of which nobody has asked yet how they ended."""
         self.libraries: list[str] = []
         """What else it has loaded."""
         self.is_silent = False
@@ -120,27 +124,41 @@ class ForkServer:
             raise ForkServerUnfitError(answer.unfit)
 
     def fork(self, files: RankFiles) -> Child:
-        """Fork a rank; raises ForkServerUnavailableError, and won't fork it later either."""
+        """Fork a rank.
+
+        Raises:
+            ForkServerUnavailableError: it can't, and won't fork this rank later either.
+            OSError: nor does it answer any more, and the ranks that it had forked end with it.
+        """
         return self._fork(ForkServerOrder("fork"), files.sent())
 
     def _fork(self, order: ForkServerOrder, fds: Sequence[int]) -> Child:
         try:
             with self._lock:
+                self._socket.settimeout(
+                    WITH_RANKS_TIMEOUT_S if self._unreaped else ANSWER_TIMEOUT_S
+                )
                 socket.send_fds(self._socket, [order.encode()], fds)
                 answer = self._receive()
         except (OSError, ForkServerUnavailableError) as error:
             # Stopped now, it would carry the order out later, next to the rank started instead.
             self.close()
+            if self._unreaped:
+                msg = f"{error}; the ranks of this worker that it had started ended with it"
+                raise OSError(msg) from error
             raise ForkServerUnavailableError(str(error)) from error
         if answer.unfit:
             raise ForkServerUnavailableError(answer.unfit)
+        self._unreaped.add(answer.pid)
         return Child(answer.pid, partial(self._reap, answer.pid))
 
     def _reap(self, pid: int) -> int:
         """Return how a dead rank ended; the server reaps only on request."""
         with self._lock:
+            self._unreaped.discard(pid)
             if not self.is_silent:
                 try:
+                    self._socket.settimeout(ANSWER_TIMEOUT_S)
                     self._socket.send(ForkServerOrder("reap", pid).encode())
                     return self._receive().status
                 except (OSError, ForkServerUnavailableError) as error:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
+from prefect_torch_ddp.gang.worker import fork_client
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
 from tests.support.gangs import alive, all_gone, own_cluster, workers_of
@@ -202,6 +204,28 @@ def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
         with pytest.raises(RankFailedError, match="exit code 3"):
             run_gang(client, stop_the_server_and_leave, world_size=1)
         assert run_gang(client, name_of_parent, world_size=1) == [NAME]
+
+
+def test_a_server_that_has_ranks_is_given_up_late_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks end with their server: a rank forked before isn't to blame for its SIGKILL, and one
+    started afresh would find no peers."""
+    monkeypatch.setattr(fork_client, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fork_client, "WITH_RANKS_TIMEOUT_S", 2.0)
+    server = ForkServer.start()
+    with contextlib.closing(server), Path(os.devnull).open("r+b") as nothing:
+        server.wait_until_ready()
+        files = RankFiles(*[nothing.fileno()] * 7)
+        assert isinstance(server.fork(files).reap(), int)
+        with contextlib.closing(server.fork(files)):  # nobody has asked how it ended
+            os.kill(server.pid, signal.SIGSTOP)
+            began_s = time.monotonic()
+            says = "the fork server did not answer: .*; the ranks of this worker"
+            with pytest.raises(OSError, match=says):
+                server.fork(files)
+            assert time.monotonic() - began_s >= 2
+        assert not server.is_alive
 
 
 def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
