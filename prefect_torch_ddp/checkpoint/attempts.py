@@ -7,6 +7,7 @@ its own, so that a late one can't replace a newer one's.
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +22,10 @@ from prefect_torch_ddp.checkpoint.keys import (
     resume_key,
 )
 from prefect_torch_ddp.errors import (
+    DamagedObjectError,
     InvalidParamsError,
     ObjectNotFoundError,
+    StorageError,
     SupersededError,
 )
 from prefect_torch_ddp.protocol.events import FailureRecord
@@ -38,6 +41,8 @@ from prefect_torch_ddp.storage.formats import (
 from prefect_torch_ddp.storage.names import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 
+LOOK_S = 30.0
+"""For how long other hosts look for what one wrote: a network's folder may show it late."""
 _FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
 
 logger = logging.getLogger(__name__)
@@ -100,6 +105,31 @@ def refuse_superseded(storage: Storage, run_id: str, attempt: int) -> None:
     newest = newest_attempt(storage, run_id)
     if newest > attempt:
         raise _superseded(run_id, attempt, newest, "it ends here")
+
+
+def refuse_unseen(storage: Storage, run_id: str, attempt: int) -> None:
+    """Raise StorageError if this host doesn't find the claim of its attempt, which was written.
+
+    Its storage is another one, and so lacks the run's checkpoints too: a training there would
+    start from scratch. Call it before anything is written.
+    """
+    key, ends_at = attempt_key(run_id, attempt), time.monotonic() + LOOK_S
+    while True:
+        try:
+            storage.read(key)
+        except DamagedObjectError:  # it is there
+            return
+        except ObjectNotFoundError as error:
+            if time.monotonic() > ends_at:
+                msg = (
+                    f"host {socket.gethostname()} doesn't find {location(storage, key)}, which was "
+                    f"written before attempt {attempt} began: its folder isn't mounted there, or "
+                    "is another one; mount it before the Dask worker starts"
+                )
+                raise StorageError(msg) from error
+        else:
+            return
+        threading.Event().wait(LOOK_S / 30)
 
 
 def _superseded(run_id: str, attempt: int, newest: int, outcome: str) -> SupersededError:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, cast
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import LOOK_S, refuse_superseded
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import without_doubles
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
@@ -31,8 +31,6 @@ from prefect_torch_ddp.storage.protocol import Storage
 
 FATAL = (SupersededError, InvalidParamsError, ReplicasDifferError)
 """What ends a training whatever `on_failure` says: no later checkpoint would be better."""
-LOOK_S = 30.0
-"""For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 
 
 class RankMetric(NamedTuple):

@@ -11,7 +11,12 @@ from typing import Any, Self
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from prefect_torch_ddp.checkpoint.attempts import had_ended, record_resume, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import (
+    had_ended,
+    record_resume,
+    refuse_superseded,
+    refuse_unseen,
+)
 from prefect_torch_ddp.checkpoint.files import fetch_files, refuse_folder
 from prefect_torch_ddp.checkpoint.keys import FROM_NOTHING, CheckpointId, checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import (
@@ -96,8 +101,10 @@ class Restorer:
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
             NewerFormatError: a checkpoint, or a record of the run, is of a newer format.
+            StorageError: the storage failed, or lacks the attempt's claim: it isn't the run's.
             SupersededError: a newer attempt may have deleted what this one was about to read.
         """
+        refuse_unseen(own.storage, own.run_id, attempt)
         where = own
         try:
             found = find_resumable(own.storage, own.run_id, into)

@@ -13,6 +13,7 @@ import torch
 from distributed import Client
 
 from prefect_torch_ddp import RankContext, run_gang
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -32,7 +33,8 @@ def test_stall_of_a_save(client: Client, tmp_path: Path) -> None:
     others = tmp_path / "others"
     others.mkdir()
     storage = DirectoryStorage(tmp_path / "store")
-    config = RankConfig("bench", 1, "task", storage, checkpoint=ON_DEMAND)
+    attempt = claim_attempt(storage, "bench")
+    config = RankConfig("bench", attempt, "task", storage, checkpoint=ON_DEMAND)
     args = config, saved.in_turns, (ROUNDS + 1, str(others))
     num_ranks = min(2, torch.cuda.device_count()) or 2
     turns, *_ = run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=num_ranks)

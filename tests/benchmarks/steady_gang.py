@@ -9,6 +9,7 @@ import torch
 from distributed import Client
 
 from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -31,7 +32,8 @@ def main(kind: str, turns: steady.Turns) -> None:
             DirectoryStorage(Path(turns.folder, "store")),
             CheckpointParams(every_s=None),
         )
-        config = RankConfig("bench", 1, "task", storage, checkpoint=on_demand)
+        attempt = claim_attempt(storage, "bench")
+        config = RankConfig("bench", attempt, "task", storage, checkpoint=on_demand)
         args = config, steady.with_context, (turns,)
         run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=size)
 

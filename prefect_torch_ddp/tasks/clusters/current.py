@@ -141,7 +141,8 @@ def _open_client() -> distributed.Client | None:
 
 def all_workers_here(client: distributed.Client, storage: Storage) -> bool:
     """Tell whether all workers are on this machine; refuse others that don't see its folder."""
-    # Workers that come later, or don't answer, are found out by the first checkpoint.
+    # Workers that come later, or don't answer, are found out when rank 0 looks for its attempt's
+    # claim, and by the first checkpoint.
     away = workers_away(client)
     if not away or storage.is_shared_by_hosts:
         return away == {}

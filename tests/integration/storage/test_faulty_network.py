@@ -10,7 +10,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.checkpoint.attempts import read_result
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, read_result
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.state.objects import read_states
@@ -42,18 +42,22 @@ def server(request: pytest.FixtureRequest, s3_server: S3Server, ceph_server: S3S
 
 
 def train(
-    client: Client, storage: Storage, attempt: int, *, fails: bool = False, is_big: bool = False
+    client: Client, storage: Storage, direct: Storage, *, fails: bool = False, is_big: bool = False
 ) -> list[dict[str, Any]]:
-    """Train on two ranks of real Dask workers, from the newest checkpoint on."""
+    """Train on two ranks of real Dask workers, from the newest checkpoint on.
+
+    The attempt is claimed on the direct way: which number it has is no matter of the network.
+    """
+    attempt = claim_attempt(direct, "run")
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
     arguments = (config, stored.leave_all, (fails, is_big))
     return run_gang(client, RUN_WITH_CONTEXT, args=arguments, world_size=2)
 
 
-def train_and_fail(client: Client, storage: Storage) -> None:
+def train_and_fail(client: Client, storage: Storage, direct: Storage) -> None:
     """Train until rank 0 fails after a checkpoint."""
     with pytest.raises(RankFailedError, match="as the test wants it"):
-        train(client, storage, 1, fails=True)
+        train(client, storage, direct, fails=True)
     assert list_manifests(storage, "run")[-1].step == RESUMES_FROM
 
 
@@ -64,7 +68,8 @@ def undisturbed(
     """What the training gives when nothing happens."""
     with Client(dask_cluster) as client:
         client.wait_for_workers(2, timeout=HANG_S)
-        yield train(client, DirectoryStorage(tmp_path_factory.mktemp("undisturbed")), 1)
+        storage = DirectoryStorage(tmp_path_factory.mktemp("undisturbed"))
+        yield train(client, storage, storage)
 
 
 def check_that_all_is_right(
@@ -109,11 +114,12 @@ def test_a_training_on_a_bad_network_ends_right(
     """Faults in a sixth of all answers, also during the resume, change no result."""
     with FaultyWire(server.endpoint_url, kinds, rate=1 / 6, seed=1) as wire:
         storage = server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=2.0, max_attempts=8)
-        train_and_fail(dask_client, storage)
-        values = train(dask_client, storage, 2)
+        direct = replace(storage, endpoint_url=server.endpoint_url)
+        train_and_fail(dask_client, storage, direct)
+        values = train(dask_client, storage, direct)
         assert [value["first"] for value in values] == [RESUMES_FROM + 1] * 2
     assert len(wire.hits) >= min(len(kinds), 5), wire.hits
-    check_that_all_is_right(replace(storage, endpoint_url=server.endpoint_url), values, undisturbed)
+    check_that_all_is_right(direct, values, undisturbed)
 
 
 def test_big_checkpoints_on_a_bad_network_are_whole(
@@ -125,9 +131,9 @@ def test_big_checkpoints_on_a_bad_network_are_whole(
         storage = ceph_server.storage(
             endpoint_url=wire.endpoint_url, read_timeout_s=5.0, max_attempts=8
         )
-        values = train(dask_client, storage, 1, is_big=True)
+        direct = replace(storage, endpoint_url=ceph_server.endpoint_url)
+        values = train(dask_client, storage, direct, is_big=True)
     assert wire.count("POST") >= 4, "nothing was uploaded in parts"
-    direct = replace(storage, endpoint_url=ceph_server.endpoint_url)
     manifests = list_manifests(direct, "run")
     assert manifests[-1].step == NUM_STEPS
     for manifest in manifests:
@@ -151,11 +157,11 @@ def test_a_network_that_only_fails_ends_in_a_clear_error(
     """A resume that can't read its checkpoint raises the reason, and neither starts over nor
     falls back."""
     storage = ceph_server.storage()
-    train_and_fail(dask_client, storage)
+    train_and_fail(dask_client, storage, storage)
     with FaultyWire(ceph_server.endpoint_url, (kind,), rate=1.0, seed=1) as wire:
         behind = replace(storage, endpoint_url=wire.endpoint_url, max_attempts=2)
         with pytest.raises(RankFailedError) as caught:
-            train(dask_client, behind, 2)
+            train(dask_client, behind, storage)
     assert isinstance(caught.value.__cause__, StorageError | CheckpointError)
     assert f"s3://{storage.bucket}/{storage.prefix}/" in str(caught.value)
     assert f"at {wire.endpoint_url}" in str(caught.value)

@@ -48,10 +48,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def config_for(
-    storage: Storage, attempt: int = 1, policy: CheckpointParams = EVERY_STEP
-) -> RankConfig:
-    """Describe the training."""
+def config_for(storage: Storage, policy: CheckpointParams) -> RankConfig:
+    """Describe the run's next attempt, and claim it."""
+    attempt = claim_attempt(storage, "run")
     return RankConfig("run", attempt, "task", storage, checkpoint=policy)
 
 
@@ -59,9 +58,7 @@ def train(
     storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None, **policy: Any
 ) -> list[dict[str, Any]]:
     """Train on two real ranks."""
-    config = config_for(
-        storage, claim_attempt(storage, "run"), EVERY_STEP.model_copy(update=policy)
-    )
+    config = config_for(storage, EVERY_STEP.model_copy(update=policy))
     through = (stored.train_through, (str(place), plan or {}))
     return run_ranks(run_with_context, 2, config, *through)
 
@@ -206,7 +203,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     events: list[Any] = []
 
     def fail(storage: Storage, policy: CheckpointParams) -> RankFailedError:
-        config = config_for(storage, policy=policy)
+        config = config_for(storage, policy)
         arguments = (config, stored.train_through, ("", {}))
         with pytest.raises(RankFailedError, match="could not be written") as caught:
             run_gang(

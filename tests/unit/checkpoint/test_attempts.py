@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import RankContext, read_result
+from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, record_resume
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import (
     CheckpointId,
+    attempt_key,
     attempts_prefix,
     manifest_key,
     resume_key,
@@ -20,11 +22,24 @@ from prefect_torch_ddp.checkpoint.manifest import (
     list_manifests,
     live_manifests,
 )
-from prefect_torch_ddp.checkpoint.restore import find_resumable
-from prefect_torch_ddp.errors import BadKeyError, CheckpointError, ObjectNotFoundError
+from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
+from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    CheckpointError,
+    DamagedObjectError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.assembly import ContextAssembly
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
+from prefect_torch_ddp.rank.process.failure import retryability_of
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.forwarding import ForwardingStorage
+from tests.support.tracked import Tracked
 
 
 @pytest.fixture(name="storage")
@@ -93,13 +108,13 @@ def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
 def test_a_late_resume_record_deletes_nothing(storage: DirectoryStorage) -> None:
     """Attempt 1 commits step 3 late; attempt 2 chose step 2 before, and records it after
     attempt 3 resumed from step 3."""
-    attempts = [claim_attempt(storage, "run") for _ in range(3)]
+    last_attempt = [claim_attempt(storage, "run") for _ in range(3)][-1]
     put(storage, (2, 1), (3, 1))
     record_resume(storage, "run", 3, CheckpointId(3, 1))
     record_resume(storage, "run", 2, CheckpointId(2, 1))
     newest = list_manifests(storage, "run")[-1]
     # The training was complete: the clean-up once deleted step 3 as superseded.
-    committer = Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1))
+    committer = Committer(storage, "run", last_attempt, CheckpointParams(keep_last=1))
     committer.clean_up(newest, is_last=True)
     assert live(storage) == [(3, 1)]
 
@@ -180,3 +195,40 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_result(tmp_path, "local", "loss.txt")
     with pytest.raises(BadKeyError):
         read_result(tmp_path, "local", "../../other/results/000001/loss.txt")
+
+
+def test_a_rank_that_does_not_see_its_claim_does_not_start_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host started before the storage's folder was mounted. Another attempt may succeed."""
+    monkeypatch.setattr(attempts, "LOOK_S", 0.0)
+    storage = DirectoryStorage(tmp_path / "mounted")
+    config = RankConfig("run", claim_attempt(storage, "run"), "train", storage)
+    storage.root.rename(tmp_path / "elsewhere")
+    says = r"host \S+ doesn't find \S+/mounted/runs/run/attempts/000001, which was written before"
+    with RankContext(ContextAssembly(config, RankInfo())) as ctx:
+        with pytest.raises(StorageError, match=says) as caught:
+            ctx.track(counter=Tracked())
+        assert not (storage.root / resume_key("run", 1)).exists()
+    assert retryability_of(caught.value) == "transient"
+
+
+@pytest.mark.parametrize("fault", [ObjectNotFoundError, DamagedObjectError])
+def test_a_claim_that_is_shown_late_or_damaged_is_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[StorageError]
+) -> None:
+    """A network's folder shows it late, or it is mounted a moment after its host's worker began."""
+    monkeypatch.setattr(attempts, "LOOK_S", 1.0)
+    faults = [fault("at the first look")]
+
+    class Late(ForwardingStorage):
+        def read(self, key: str) -> bytes:
+            if key == attempt_key("run", 1) and faults:
+                raise faults.pop()
+            return super().read(key)
+
+    storage = Late(tmp_path)
+    attempt = claim_attempt(storage, "run")
+    chosen = Restorer.choose(ResumePoint(storage, "run"), attempt, None, open_rank_store(1))
+    assert (chosen.manifest, faults) == (None, [])
+    assert storage.read(resume_key("run", attempt))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank import link as link_module
@@ -47,9 +48,8 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
             note()
             return super().state_dict(*args, **kwargs)
 
-    config = RankConfig(
-        run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path)
-    )
+    storage = DirectoryStorage(tmp_path)
+    config = RankConfig("watched", claim_attempt(storage, "watched"), "task", storage)
     with RankContext(ContextAssembly(config, RankInfo(), link)) as ctx:
         note()
         ctx.track(model=Slow(1, 1))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
@@ -36,10 +37,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(folder: Path, stage: Any) -> RankConfig:
-    """Describe a stage."""
-    return RankConfig(
-        run_id="run", attempt=1, stage=stage, storage=DirectoryStorage(folder), dataset_id="points"
-    )
+    """Describe a stage; a training claims the run's next attempt."""
+    storage = DirectoryStorage(folder)
+    attempt = claim_attempt(storage, "run") if stage == "train" else 1
+    return RankConfig("run", attempt, stage, storage, dataset_id="points")
 
 
 def outcome(folder: Path, stage: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
