@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from prefect_torch_ddp.data.dataset_store import publish_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded

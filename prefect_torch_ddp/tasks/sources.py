@@ -3,7 +3,7 @@
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.blocks import resolve_source
-from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset
 from prefect_torch_ddp.data.preparing import tables_in
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import TrainParams

@@ -15,7 +15,7 @@ from prefect_torch_ddp.blocks import (
 )
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
-from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.rank.config import RankConfig, Stage

@@ -14,7 +14,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, live_manifests, ranked
-from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
+from prefect_torch_ddp.data.datasets.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.errors import (
     GangCancelledError,
     InvalidParamsError,

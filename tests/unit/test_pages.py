@@ -27,7 +27,7 @@ from prefect_torch_ddp import (
     run_gang,
 )
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile, DatasetManifest
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, DatasetManifest
 from prefect_torch_ddp.option_lines import default_of, option_lines
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.events import FailureRecord

@@ -22,7 +22,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import had_ended, read_failures
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
-from prefect_torch_ddp.data.dataset_manifest import read_dataset_manifest
+from prefect_torch_ddp.data.datasets.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.records.run_record import list_records

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from prefect_torch_ddp.data.arrays.variables import Array
-from prefect_torch_ddp.data.dataset_manifest import published_manifest
+from prefect_torch_ddp.data.datasets.dataset_manifest import published_manifest
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.formats import DAMAGE, STATISTICS, build, location
 from prefect_torch_ddp.storage.protocol import Storage

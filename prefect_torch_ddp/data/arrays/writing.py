@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prefect_torch_ddp.data.arrays.statistics import measured
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 

@@ -12,7 +12,7 @@ import numpy as np
 from prefect_torch_ddp.data.arrays.statistics import measured
 from prefect_torch_ddp.data.arrays.variables import tensor_dtype
 from prefect_torch_ddp.data.bags.forms import DictRows, Stack
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.data.tables.writing import write_rows
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.tables.columns import (
     Column,
     Value,

@@ -22,8 +22,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from prefect_torch_ddp.data.dataset_manifest import in_parallel
-from prefect_torch_ddp.data.dataset_store import staged
+from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.datasets.dataset_store import staged
 from prefect_torch_ddp.data.images.cache import room_on_disk
 from prefect_torch_ddp.data.tables.form import Array, Block, Form
 from prefect_torch_ddp.data.tables.parquet_files import Found

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
 from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet

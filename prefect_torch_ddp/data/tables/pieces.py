@@ -16,7 +16,7 @@ import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import torch
 
-from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.tables.columns import Column, nulls_refused
 from prefect_torch_ddp.data.tables.form import Array, Form
 from prefect_torch_ddp.data.tables.parquet_files import TableFile, names_below

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.data.dataset_store import user_cache
+from prefect_torch_ddp.data.datasets.dataset_store import user_cache
 from prefect_torch_ddp.data.images.location import Location
 from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError

@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
 from prefect_torch_ddp.data.arrays.statistics import statistics_in
-from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.hiding import hidden
 

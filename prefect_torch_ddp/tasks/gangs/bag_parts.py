@@ -9,7 +9,7 @@ from prefect_torch_ddp.data.arrays.statistics import merged, statistics_key
 from prefect_torch_ddp.data.arrays.writing import file_of
 from prefect_torch_ddp.data.bags.forms import BagForm, DictRows, Stack, joined
 from prefect_torch_ddp.data.bags.writing import rewrite_rows, write_items
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.gangs.collection_parts import CollectionParts, files_of
 

@@ -15,7 +15,7 @@ from prefect_torch_ddp.data.arrays.writing import (
     refuse_changed,
     write_block,
 )
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile, Written
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.data.tables.writing import write_part
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import distributed
 from distributed.scheduler import KilledWorker
 
-from prefect_torch_ddp.data.dataset_manifest import Written, read_dataset_manifest
-from prefect_torch_ddp.data.dataset_store import (
+from prefect_torch_ddp.data.datasets.dataset_manifest import Written, read_dataset_manifest
+from prefect_torch_ddp.data.datasets.dataset_store import (
     drop_files,
     find_dataset,
     new_files_folder,

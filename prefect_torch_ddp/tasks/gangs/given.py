@@ -20,8 +20,8 @@ import distributed
 from dask.base import is_dask_collection, tokenize
 from prefect.utilities.collections import visit_collection
 
-from prefect_torch_ddp.data.dataset_manifest import dataset_manifest_key
-from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset
+from prefect_torch_ddp.data.datasets.dataset_manifest import dataset_manifest_key
+from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place, find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.call import Call

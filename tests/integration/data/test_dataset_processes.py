@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data.dataset_store import local_dataset
-from tests.unit.data.test_dataset_store import FILES, content_of, publish, storage_of
+from prefect_torch_ddp.data.datasets.dataset_store import local_dataset
+from tests.unit.data.datasets.test_dataset_store import FILES, content_of, publish, storage_of
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 """A published dataset in a bucket, whose folders are listed level by level."""
 
-from prefect_torch_ddp.data.dataset_store import dataset_in_place
+from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place
 from prefect_torch_ddp.data.images.listing import list_dataset
 from tests.support.s3_server import S3Server
-from tests.unit.data.test_published import publish
+from tests.unit.data.datasets.test_published_files import publish
 
 
 def test_a_bucket_lists_what_the_manifest_names(s3_server: S3Server) -> None:

@@ -16,7 +16,7 @@ from distributed import Client
 
 from prefect_torch_ddp import GangHungError, run_gang
 from prefect_torch_ddp.data import table
-from prefect_torch_ddp.data.dataset_store import staged
+from prefect_torch_ddp.data.datasets.dataset_store import staged
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
 from tests.support.waiting import wait_until

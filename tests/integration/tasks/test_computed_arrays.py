@@ -11,7 +11,11 @@ import pytest
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array
 from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_in, statistics_key
-from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset, local_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import (
+    dataset_in_place,
+    find_dataset,
+    local_dataset,
+)
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed

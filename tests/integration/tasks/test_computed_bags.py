@@ -12,8 +12,8 @@ import pytest
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.arrays.statistics import statistics_in
-from prefect_torch_ddp.data.dataset_manifest import published_manifest
-from prefect_torch_ddp.data.dataset_store import (
+from prefect_torch_ddp.data.datasets.dataset_manifest import published_manifest
+from prefect_torch_ddp.data.datasets.dataset_store import (
     dataset_in_place,
     find_dataset,
     new_files_folder,

@@ -17,8 +17,8 @@ from distributed.scheduler import KilledWorker
 
 from prefect_torch_ddp import ClusterParams, InvalidParamsError, TrainParams, train_flow
 from prefect_torch_ddp.data import table
-from prefect_torch_ddp.data.dataset_manifest import published_manifest
-from prefect_torch_ddp.data.dataset_store import find_dataset, local_dataset
+from prefect_torch_ddp.data.datasets.dataset_manifest import published_manifest
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset, local_dataset
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage

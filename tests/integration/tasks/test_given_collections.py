@@ -27,7 +27,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, StorageError, ddp_script, ddp_task
 from prefect_torch_ddp.data import array, table
-from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.run_record import list_records

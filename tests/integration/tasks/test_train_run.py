@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams
-from prefect_torch_ddp.data.dataset_store import publish_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage

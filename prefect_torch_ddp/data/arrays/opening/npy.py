@@ -20,7 +20,7 @@ from prefect_torch_ddp.data.arrays.variables import (
     Variable,
     tensor_dtype,
 )
-from prefect_torch_ddp.data.dataset_manifest import in_parallel
+from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable

@@ -33,7 +33,7 @@ _DEBUGGERS = re.compile(
     r"/(ipdb|pudb|remote_pdb|web_pdb|debugpy|pydevd|_pydevd_bundle)(\.py$|/)"
 )
 
-_LOCK = re.compile(r"/prefect_torch_ddp/data/dataset_store\.py$"), "wait_for_turn"
+_LOCK = re.compile(r"/prefect_torch_ddp/data/datasets/dataset_store\.py$"), "wait_for_turn"
 """Where a rank waits for a dataset that another process of its host fetches or decodes."""
 _COPYING = re.compile(r"/prefect_torch_ddp/data/tables/local_copy\.py$"), "_make"
 

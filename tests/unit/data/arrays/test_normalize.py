@@ -13,7 +13,7 @@ from prefect_torch_ddp.data.arrays.statistics import (
     statistics_in,
     statistics_key,
 )
-from prefect_torch_ddp.data.dataset_store import publish_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.unit.data.arrays.array_files import weather

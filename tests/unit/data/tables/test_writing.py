@@ -7,7 +7,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 from pydantic_core import from_json
 
-from prefect_torch_ddp.data.dataset_manifest import DatasetManifest, manifest_of
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetManifest, manifest_of
 from prefect_torch_ddp.data.tables.writing import write_part
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 

@@ -106,8 +106,8 @@ STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
   File "/home/me/train.py", line 52 in train
 """
 STACK_OF_ONE_AWAITING_DATA = """Current thread 0x00007f00 (most recent call first):
-  File "/v/prefect_torch_ddp/data/dataset_store.py", line 9 in wait_for_turn
-  File "/v/prefect_torch_ddp/data/dataset_store.py", line 8 in staged
+  File "/v/prefect_torch_ddp/data/datasets/dataset_store.py", line 9 in wait_for_turn
+  File "/v/prefect_torch_ddp/data/datasets/dataset_store.py", line 8 in staged
   File "/home/me/train.py", line 9 in train
 """
 STACK_OF_DECODING = """Current thread 0x00007f00 (most recent call first):

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefect_torch_ddp.data import array, table
-from prefect_torch_ddp.data.dataset_manifest import DatasetFile
-from prefect_torch_ddp.data.dataset_store import (
+from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile
+from prefect_torch_ddp.data.datasets.dataset_store import (
     dataset_in_place,
     local_dataset,
     new_files_folder,

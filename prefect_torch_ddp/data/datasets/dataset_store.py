@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from prefect_torch_ddp.data.dataset_manifest import (
+from prefect_torch_ddp.data.datasets.dataset_manifest import (
     NUM_THREADS,
     DatasetFile,
     DatasetManifest,
-    PublishedFiles,
     damaged,
     dataset_key,
     dataset_manifest_key,
@@ -25,6 +24,7 @@ from prefect_torch_ddp.data.dataset_manifest import (
     read_dataset_manifest,
     scan_folder,
 )
+from prefect_torch_ddp.data.datasets.published_files import PublishedFiles
 from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.names import RESERVED_PART

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp.data import dataset_store
-from prefect_torch_ddp.data.dataset_store import (
+from prefect_torch_ddp.data.datasets import dataset_store
+from prefect_torch_ddp.data.datasets.dataset_store import (
     dataset_in_place,
     find_dataset,
     local_dataset,

@@ -1,0 +1,170 @@
+"""The files of a published dataset where they lie, as a storage."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prefect_torch_ddp.data.datasets.dataset_manifest import (
+    DatasetManifest,
+    dataset_key,
+    published_manifest,
+)
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.storage.names import check_key
+from prefect_torch_ddp.storage.protocol import (
+    Contents,
+    ListedObject,
+    ObjectPart,
+    Storage,
+    StoredObject,
+)
+
+
+@dataclass(frozen=True)
+class PublishedFiles(Storage):
+    """The folder of a dataset's files, where it lies.
+
+    Next to the files of the manifest, others may appear at any time: those of a Dask worker that
+    was suspended while it wrote a partition, which was computed again meanwhile. A reader that
+    lists the folder would take their rows for further ones.
+    """
+
+    storage: Storage
+    """The storage that has the dataset."""
+    dataset_id: str
+    files: str
+    """The name of the folder."""
+    part: str = ""
+    """The key of the folder in it that this storage is; empty: all of it."""
+
+    @classmethod
+    def of(cls, storage: Storage, manifest: DatasetManifest) -> "PublishedFiles":
+        """Return the files of a manifest that was just read."""
+        return _knowing(cls(storage, manifest.dataset_id, manifest.folder), _names_of(manifest))
+
+    @cached_property
+    def _inner(self) -> Storage:
+        """The folder with everything that is in it."""
+        key = f"{dataset_key(self.dataset_id)}/{self.files}"
+        return self.storage.below(f"{key}/{self.part}" if self.part else key)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """The names in the manifest, and those of all folders, with a slash."""
+        manifest = published_manifest(self.storage, self.dataset_id)
+        if manifest.folder != self.files:
+            msg = (
+                f"dataset {self.dataset_id} was prepared again, so {self.uri} doesn't have its "
+                "files any more: start the run again"
+            )
+            raise StorageError(msg)
+        return _names_of(manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the names, of which there may be very many: another process reads them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def _has(self) -> Callable[[str], bool]:
+        """Return whether the manifest has a name, as a function."""
+        names, above = self._names, f"{self.part}/" if self.part else ""
+        return lambda name: above + name in names
+
+    @property
+    def uri(self) -> str:
+        """The folder's."""
+        return self._inner.uri
+
+    @property
+    def identity(self) -> str:
+        """The folder's."""
+        return self._inner.identity
+
+    @property
+    def local_folder(self) -> Path | None:
+        """The folder, if the storage is one."""
+        return self._inner.local_folder
+
+    @property
+    def storage_options(self) -> dict[str, Any] | None:
+        """See `Readable.storage_options`."""
+        return self._inner.storage_options
+
+    @property
+    def is_shared_by_hosts(self) -> bool:
+        """See `Storage.is_shared_by_hosts`."""
+        return self._inner.is_shared_by_hosts
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See `Storage.list`."""
+        has = self._has()
+        return (found for found in self._inner.list(prefix) if has(found.key))
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """See `Readable.list_objects`."""
+        has = self._has()
+        return (found for found in self._inner.list_objects(prefix) if has(found.key))
+
+    def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
+        """See `Readable.list_level`."""
+        has = self._has()
+        level = self._inner.list_level(prefix)
+        return (each for each in level if has(each if isinstance(each, str) else each.key))
+
+    def below(self, folder: str) -> Storage:
+        """See `Storage.below`."""
+        key = check_key(folder)
+        part = f"{self.part}/{key}" if self.part else key
+        return _knowing(replace(self, part=part), self._names)
+
+    def read(self, key: str) -> bytes:
+        """See `Storage.read`."""
+        return self._inner.read(key)
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        """See `Readable.read_many`."""
+        return self._inner.read_many(parts)
+
+    def open_file(self, key: str) -> BinaryIO | None:
+        """See `Storage.open_file`."""
+        return self._inner.open_file(key)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """See `Storage.write`."""
+        self._inner.write(key, data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Storage.write_if_absent`."""
+        return self._inner.write_if_absent(key, data)
+
+    def delete(self, key: str) -> None:
+        """See `Storage.delete`."""
+        self._inner.delete(key)
+
+    def check_writable(self) -> None:
+        """See `Storage.check_writable`."""
+        self._inner.check_writable()
+
+    def relocated(self, uri: str) -> Storage | None:
+        """See `Storage.relocated`."""
+        return self._inner.relocated(uri)
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """See `Storage.drop_unfinished`."""
+        self._inner.drop_unfinished(prefix, is_over)
+
+
+def _knowing(published: PublishedFiles, names: frozenset[str]) -> PublishedFiles:
+    published.__dict__["_names"] = names  # as cached_property keeps it
+    return published
+
+
+def _names_of(manifest: DatasetManifest) -> frozenset[str]:
+    names: set[str] = set()
+    for file in manifest.files:
+        *folders, _ = file.key.split("/")
+        names.add(file.key)
+        names.update(accumulate(f"{folder}/" for folder in folders))
+    return frozenset(names)
