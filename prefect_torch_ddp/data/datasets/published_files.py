@@ -1,14 +1,16 @@
 """The files of a published dataset where they lie, as a storage."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from prefect_torch_ddp.data.datasets.dataset_manifest import (
     DatasetManifest,
+    damaged,
     dataset_key,
     published_manifest,
 )
@@ -22,6 +24,8 @@ from prefect_torch_ddp.storage.protocol import (
     StoredObject,
 )
 
+Entry = TypeVar("Entry")
+
 
 @dataclass(frozen=True)
 class PublishedFiles(Storage):
@@ -29,7 +33,8 @@ class PublishedFiles(Storage):
 
     Next to the files of the manifest, others may appear at any time: those of a Dask worker that
     was suspended while it wrote a partition, which was computed again meanwhile. A reader that
-    lists the folder would take their rows for further ones.
+    lists the folder would take their rows for further ones. And it would miss those of a file that
+    is gone, as by a bucket's rule: a listing without it fails.
     """
 
     storage: Storage
@@ -54,6 +59,9 @@ class PublishedFiles(Storage):
     @cached_property
     def _names(self) -> frozenset[str]:
         """The names in the manifest, and those of all folders, with a slash."""
+        return _names_of(self._manifest())
+
+    def _manifest(self) -> DatasetManifest:
         manifest = published_manifest(self.storage, self.dataset_id)
         if manifest.folder != self.files:
             msg = (
@@ -61,16 +69,29 @@ class PublishedFiles(Storage):
                 "files any more: start the run again"
             )
             raise StorageError(msg)
-        return _names_of(manifest)
+        return manifest
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the names, of which there may be very many: another process reads them."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def _has(self) -> Callable[[str], bool]:
-        """Return whether the manifest has a name, as a function."""
-        names, above = self._names, f"{self.part}/" if self.part else ""
-        return lambda name: above + name in names
+    def _whole(
+        self, found: Iterable[Entry], prefix: str, name_of: Callable[[Entry], str]
+    ) -> Iterator[Entry]:
+        """Yield what the manifest names; at the end, raise StorageError if a file is missing."""
+        above, seen = f"{self.part}/" if self.part else "", set[str]()
+        for each in found:
+            name = above + name_of(each)
+            if name in self._names:
+                seen.add(name)
+                yield each
+        begins = above + prefix
+        files = (name for name in self._names if name.startswith(begins) and name[-1] != "/")
+        missing = [name for name in files if seen.isdisjoint((name, *_folders_of(name)))]
+        if missing:
+            self._manifest()  # raises if it is another by now
+            name = f"{self.files}/{min(missing)}"
+            raise damaged(self.storage, self.dataset_id, name, "is missing")
 
     @property
     def uri(self) -> str:
@@ -99,19 +120,16 @@ class PublishedFiles(Storage):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
-        has = self._has()
-        return (found for found in self._inner.list(prefix) if has(found.key))
+        return self._whole(self._inner.list(prefix), prefix, attrgetter("key"))
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """See `Readable.list_objects`."""
-        has = self._has()
-        return (found for found in self._inner.list_objects(prefix) if has(found.key))
+        return self._whole(self._inner.list_objects(prefix), prefix, attrgetter("key"))
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
         """See `Readable.list_level`."""
-        has = self._has()
         level = self._inner.list_level(prefix)
-        return (each for each in level if has(each if isinstance(each, str) else each.key))
+        return self._whole(level, prefix, lambda each: each if isinstance(each, str) else each.key)
 
     def below(self, folder: str) -> Storage:
         """See `Storage.below`."""
@@ -164,7 +182,10 @@ def _knowing(published: PublishedFiles, names: frozenset[str]) -> PublishedFiles
 def _names_of(manifest: DatasetManifest) -> frozenset[str]:
     names: set[str] = set()
     for file in manifest.files:
-        *folders, _ = file.key.split("/")
         names.add(file.key)
-        names.update(accumulate(f"{folder}/" for folder in folders))
+        names.update(_folders_of(file.key))
     return frozenset(names)
+
+
+def _folders_of(name: str) -> Iterator[str]:
+    return accumulate(f"{folder}/" for folder in name.split("/")[:-1])

@@ -90,6 +90,30 @@ def test_a_late_partition_is_not_read(
         assert len(list(storage.list(key))) == 2
 
 
+@pytest.mark.parametrize("gone", ["a/1.parquet", "2.parquet", "b/4.parquet"])
+def test_a_file_that_is_gone_is_named(storage: Storage, gone: str) -> None:
+    """A rule of a bucket may have deleted it: a table of the others would look whole."""
+    names = ["2.parquet", "a/1.parquet", "b/3.parquet", "b/4.parquet"]
+    key = publish(storage, {name: parquet(number) for number, name in enumerate(names)})
+    storage.delete(f"{key}/{gone}")
+    where = dataset_in_place(storage, "d")
+    says = f"/datasets/d/{key.rpartition('/')[2]}/{gone} is missing; delete .*/manifest.json to"
+    with pytest.raises(StorageError, match=says):
+        table(where)
+    for listing in (list_dataset(where), where.list()):
+        with pytest.raises(StorageError, match=says):
+            list(listing)
+    folder, _, name = gone.rpartition("/")
+    if folder:
+        with pytest.raises(StorageError, match=says):
+            list(where.below(folder).list(name[:1]))
+    assert [item.key for item in where.list("b/3")] == ["b/3.parquet"]
+    storage.delete("datasets/d/manifest.json")
+    publish(storage, {"2.parquet": parquet(9)})
+    with pytest.raises(StorageError, match="was prepared again"):
+        list(where.list_objects(""))
+
+
 def test_folders_are_listed_as_their_files(storage: Storage) -> None:
     """Files at any depth count, and so do folders as storages; other files don't."""
     files = {"a/b/1.parquet": parquet(1), "a/2.parquet": parquet(2)}
