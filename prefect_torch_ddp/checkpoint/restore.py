@@ -183,9 +183,9 @@ class Restorer:
             logger.warning("%s: it keeps its initial state", msg)
             return
         state = self._take(manifest, found)
-        if isinstance(item, LRScheduler) and not self.is_ours:
-            _warn_of_options(name, item, state)
         try:
+            if isinstance(item, LRScheduler) and not self.is_ours:
+                _warn_of_options(name, item, state)
             load_state(item, state)
             self.restored.add(name)
             self._keep_rates(name, item)

@@ -33,11 +33,11 @@ from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.training.reporting import measured
-from prefect_torch_ddp.records.metrics import read_all_records, read_new_records
+from prefect_torch_ddp.records.metrics import read_new_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from tests.support.records import read_records
+from tests.support.records import read_all_records, read_records
 from tests.support.tracked import Tracked, steps_over
 from tests.workloads import healthy
 
@@ -471,6 +471,26 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             pytest.raises(CheckpointError, match=message),
         ):
             ctx.track(model=model)
+
+
+def test_a_scheduler_under_the_name_of_something_else_is_refused(tmp_path: Path) -> None:
+    """In words, though its options are compared with the checkpoint's first."""
+
+    class Steps:
+        def state_dict(self) -> list[int]:
+            return [1, 2]
+
+        def load_state_dict(self, state: list[int]) -> None: ...
+
+    with RankContext.local(storage=tmp_path, run_id="first") as ctx:
+        ctx.track(schedule=Steps())
+        ctx.checkpoint(force=True)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    says = "of run first doesn't fit the tracked object 'schedule'"
+    resumed = RankContext.local(storage=tmp_path, run_id="next", resume_from="first")
+    with pytest.raises(CheckpointError, match=says), resumed as ctx:
+        ctx.track(schedule=schedule)
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["to its end", "stopped"])
