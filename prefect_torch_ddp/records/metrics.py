@@ -135,11 +135,6 @@ def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
     return _plain(line), metrics
 
 
-def read_all_records(storage: Storage, run_id: str) -> Records:
-    """Read what was reported in all attempts; damaged lines are left out, with a warning."""
-    return reported(read_new_records(storage, run_id, set()))
-
-
 def read_new_records(storage: Storage, run_id: str, known: set[str]) -> Records:
     """Read the records, those of parts whose keys are in `known` left out; new ones are added.
 

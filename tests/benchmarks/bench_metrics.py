@@ -41,7 +41,7 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
 RECORDS_CODE = r"""
 from pathlib import Path
 from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.metrics import epoch_rows, read_all_records, surviving_records
+from prefect_torch_ddp.records import metrics
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.page.plot import render_curves
@@ -63,10 +63,11 @@ if what == "write":
             })
         log.close()
 else:
-    records = surviving_records(read_all_records(storage, "run"))
+    records = metrics.reported(metrics.read_new_records(storage, "run", set()))
+    records = metrics.surviving_records(records)
     assert len(records) == num
     if what == "read and draw":
-        assert render_curves(MetricCurves(records).snapshot()) and epoch_rows(records)
+        assert render_curves(MetricCurves(records).snapshot()) and metrics.epoch_rows(records)
 print(time.perf_counter() - began, time.process_time(), peak_mb())
 """
 

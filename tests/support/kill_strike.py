@@ -22,7 +22,6 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
@@ -32,7 +31,7 @@ from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.kill_points import KillPoint
 from tests.support.killing_storage import KillingStorage, WireKill, leave_mark
-from tests.support.records import read_records
+from tests.support.records import read_all_records, read_records
 from tests.support.s3_server import S3Server, Wire, _Handler
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan

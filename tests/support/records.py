@@ -90,3 +90,8 @@ def assert_adds_up(goodput: Goodput, *, num_attempts: int, at_most_s: float) -> 
     assert min(parts.values()) >= 0.0, parts
     assert sum(parts.values()) == pytest.approx(goodput.wall_s, rel=0.02), parts
     assert 0.0 < goodput.steps_s < goodput.wall_s <= at_most_s
+
+
+def read_all_records(storage: Storage, run_id: str) -> metrics.Records:
+    """Read what was reported in all attempts; damaged lines are left out, with a warning."""
+    return metrics.reported(metrics.read_new_records(storage, run_id, set()))

@@ -7,10 +7,10 @@ import pytest
 
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records.growing import GrowingRecords
-from prefect_torch_ddp.records.metrics import by_steps, read_all_records
+from prefect_torch_ddp.records.metrics import by_steps
 from prefect_torch_ddp.storage.formats import METRICS
 from tests.support.formats import head
-from tests.support.records import Record, Shelf, record, rows
+from tests.support.records import Record, Shelf, read_all_records, record, rows
 
 RUN = "calm-otter-12345678"
 

@@ -13,14 +13,21 @@ from prefect_torch_ddp.records.growing import GrowingRecords
 from prefect_torch_ddp.records.metrics import (
     MEASURED,
     epoch_rows,
-    read_all_records,
     read_new_records,
     records_frame,
     surviving_records,
 )
 from prefect_torch_ddp.storage.formats import METRICS
 from tests.support.formats import head
-from tests.support.records import Record, Shelf, columns, read_records, record, rows
+from tests.support.records import (
+    Record,
+    Shelf,
+    columns,
+    read_all_records,
+    read_records,
+    record,
+    rows,
+)
 
 RUN = "calm-otter-12345678"
 HEAD = head(METRICS)
