@@ -29,6 +29,7 @@ from prefect_torch_ddp import (
     storage_from_uri,
 )
 from prefect_torch_ddp.data import read_files, seeded_split
+from prefect_torch_ddp.examples.schedules import num_steps
 
 LONGEST, FEWEST = 60, 2
 ADDRESSES = ("https://", "http://")
@@ -67,11 +68,11 @@ def train(ctx: RankContext) -> dict[str, int | str]:
         letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
     )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
-    num_steps = options.epochs * len(loader)
     ctx.track(model=model, optimizer=optimizer)
+    total = num_steps(ctx, epochs=options.epochs, num_batches=len(loader))
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine, at the step of the checkpoint
         optimizer,
-        lambda step: (1 + math.cos(math.pi * min(step / num_steps, 1))) / 2,
+        lambda step: (1 + math.cos(math.pi * min(step / total, 1))) / 2,
         last_epoch=ctx.step - 1,
     )
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedule that the example workloads share."""
+"""The learning-rate schedules of the example workloads: how long they are, and the shared one."""
 
 from typing import Any
 
@@ -30,14 +30,28 @@ def one_cycle(
         num_batches: of an epoch; step the scheduler after each of them.
         **options: other arguments of `OneCycleLR`.
     """
+    total = num_steps(ctx, epochs=epochs, num_batches=num_batches)
+    # Its options, which the checkpoint may have from another schedule, and then its place.
+    scheduler = OneCycleLR(optimizer, max_lr, total_steps=total, **options)
+    if ctx.step == 0:
+        return scheduler
+    return OneCycleLR(optimizer, max_lr, total_steps=total, last_epoch=ctx.step - 1, **options)
+
+
+def num_steps(ctx: RankContext, *, epochs: int, num_batches: int) -> int:
+    """Return how many steps a training will have made at its end; `ctx.step` of them are done.
+
+    `epochs * num_batches` would be wrong after a resume with another `global_batch_size`: earlier
+    epochs had more or fewer steps. A schedule of that length could be over before it continues, and
+    the new epochs would learn nothing.
+
+    Args:
+        ctx: has the step and the epoch; call `ctx.track` before.
+        epochs: of the whole training.
+        num_batches: of an epoch from now on.
+    """
     num_done = ctx.epoch if ctx.epoch_ended else max(ctx.epoch - 1, 0)
     num_within = ctx.step - num_done * num_batches  # the steps of an epoch that has not ended
     if 0 <= num_within < (1 if ctx.epoch_ended else num_batches):
-        num_steps = max(epochs * num_batches, ctx.step)
-    else:  # earlier epochs had another global_batch_size
-        num_steps = ctx.step + max(epochs - num_done, 0) * num_batches
-    # Its options, which the checkpoint may have from another schedule, and then its place.
-    scheduler = OneCycleLR(optimizer, max_lr, total_steps=num_steps, **options)
-    if ctx.step == 0:
-        return scheduler
-    return OneCycleLR(optimizer, max_lr, total_steps=num_steps, last_epoch=ctx.step - 1, **options)
+        return max(epochs * num_batches, ctx.step)
+    return ctx.step + max(epochs - num_done, 0) * num_batches

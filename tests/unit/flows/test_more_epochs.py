@@ -1,11 +1,12 @@
 """The example workloads, resumed for more epochs: each has a schedule of a fixed length."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
@@ -40,46 +41,78 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+class Groups(NamedTuple):
+    """What an optimizer stepped with: options of its group, and a weight before each step."""
+
+    options: list[dict[str, Any]]
+    weights: list[Tensor]
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each step."""
+        return [each["lr"] for each in self.options]
+
+
+@dataclass
+class Workload:
+    """A workload with a small prepared dataset."""
+
+    module: Any
+    folder: Path
+    options: dict[str, Any]
+
+    @classmethod
+    def prepared(cls, name: str, folder: Path) -> Self:
+        """Put the raw data of a workload, and prepare them."""
+        module, put, options = CASES[name]
+        (folder / "data").mkdir()
+        put(folder / "source")
+        with RankContext.local(
+            data=folder / "data", source=folder / "source", options=options, stage="prepare"
+        ) as ctx:
+            module.prepare(ctx)
+        return cls(module, folder, options)
+
+    def train(
+        self, run_id: str, epochs: int, resume_from: str | None = None, **changes: Any
+    ) -> Groups:
+        """Train in this process; return what each step was made with."""
+        found = Groups([], [])
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            (group,) = optimizer.param_groups
+            found.options.append({name: group[name] for name in group.keys() - {"params"}})
+            found.weights.append(group["params"][-1].detach().clone())
+
+        noting = register_optimizer_step_pre_hook(note)
+        with RankContext.local(
+            data=self.folder / "data",
+            source=self.folder / "source",
+            options={**self.options, "epochs": epochs, **changes},
+            storage=self.folder / "storage",
+            run_id=run_id,
+            resume_from=resume_from,
+        ) as ctx:
+            self.module.train(ctx)
+        noting.remove()
+        return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path: Path) -> None:
     """Their steps have the rates of a run that was asked for all epochs at its start; the first one
     may have the rate that was saved."""
-    workload, put, options = CASES[name]
-    source, data = tmp_path / "source", tmp_path / "data"
-    data.mkdir()
-    put(source)
-    with RankContext.local(data=data, source=source, options=options, stage="prepare") as ctx:
-        workload.prepare(ctx)
-
-    def rates(
-        run_id: str, epochs: int, resume_from: str | None = None, **changes: Any
-    ) -> list[float]:
-        found: list[float] = []
-
-        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            found.append(optimizer.param_groups[0]["lr"])
-
-        noting = register_optimizer_step_pre_hook(note)
-        with RankContext.local(
-            data=data,
-            source=source,
-            options={**options, "epochs": epochs, **changes},
-            storage=tmp_path / "storage",
-            run_id=run_id,
-            resume_from=resume_from,
-        ) as ctx:
-            workload.train(ctx)
-        noting.remove()
-        return found
-
-    num_short = len(rates("short", 1))
-    later = rates("longer", 2, "short")
-    whole = rates("whole", 2)
+    workload = Workload.prepared(name, tmp_path)
+    num_short = len(workload.train("short", 1).rates)
+    later = workload.train("longer", 2, "short").rates
+    whole = workload.train("whole", 2).rates
     assert len(later) == len(whole) - num_short > 1
     assert later[1:] == pytest.approx(whole[num_short + 1 :], rel=1e-6)
-    assert rates("no more", 1, "longer") == []
-    larger = {"global_batch_size": 2 * options["global_batch_size"]}
-    assert 0 < len(rates("larger batches", 3, "longer", **larger)) < num_short
+    assert workload.train("no more", 1, "longer").rates == []
+    larger = {"global_batch_size": 2 * workload.options["global_batch_size"]}
+    learnt = workload.train("larger batches", 3, "longer", **larger)
+    assert 0 < len(learnt.rates) < num_short
+    assert min(learnt.rates) > 0, "or the new epochs learn nothing"
 
 
 def test_another_schedule_is_followed_from_the_checkpoints_step(tmp_path: Path) -> None:
