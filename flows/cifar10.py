@@ -22,7 +22,7 @@ from prefect_torch_ddp import (
     read_options,
 )
 from prefect_torch_ddp.data import read_files, seeded_split
-from prefect_torch_ddp.examples.schedules import one_cycle
+from prefect_torch_ddp.examples.schedules import one_cycle, renew_options
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE = (3, 32, 32)
@@ -85,6 +85,7 @@ def train(ctx: RankContext) -> dict[str, float | str | None]:
         weight_decay=options.weight_decay,
     )
     ctx.track(model=model, optimizer=optimizer)
+    renew_options(optimizer)
     scheduler = make_schedule(ctx, optimizer, options, len(loader))
 
     for inputs, targets in ctx.steps(loader, epochs=options.epochs):

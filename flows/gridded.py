@@ -14,7 +14,7 @@ from flows.generated import STEP_H, time_at, weather
 from flows.options import GriddedData, GriddedTraining
 from prefect_torch_ddp import RankContext, RegressionMeter, Report, read_options
 from prefect_torch_ddp.data import array
-from prefect_torch_ddp.examples.schedules import one_cycle
+from prefect_torch_ddp.examples.schedules import one_cycle, renew_options
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,6 +43,7 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(UNet(options.channels))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
+    renew_options(optimizer)
     scheduler = one_cycle(
         ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )

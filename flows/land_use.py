@@ -23,7 +23,7 @@ from prefect_torch_ddp import (
     storage_from_uri,
 )
 from prefect_torch_ddp.data import image_folder, seeded_split, write_index
-from prefect_torch_ddp.examples.schedules import one_cycle
+from prefect_torch_ddp.examples.schedules import one_cycle, renew_options
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -62,6 +62,7 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     optimizer = make_optimizer(model, options)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
     ctx.track(model=model, optimizer=optimizer, scaler=scaler)
+    renew_options(optimizer)
     scheduler = one_cycle(
         ctx,
         optimizer,

@@ -30,7 +30,7 @@ class Cifar10Training(Params):
     lr: PositiveFloat = 0.05
     """The highest learning rate of the schedule."""
     schedule: Literal["one_cycle", "constant"] = "one_cycle"
-    """How the learning rate changes. With constant, a run may be resumed for more epochs."""
+    """How the learning rate changes: up and down over all epochs, or not at all."""
     weight_decay: float = Field(default=5e-4, ge=0)
     """Weight decay of SGD."""
     num_workers: int = Field(default=0, ge=0)

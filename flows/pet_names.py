@@ -29,7 +29,7 @@ from prefect_torch_ddp import (
     storage_from_uri,
 )
 from prefect_torch_ddp.data import read_files, seeded_split
-from prefect_torch_ddp.examples.schedules import num_steps
+from prefect_torch_ddp.examples.schedules import num_steps, renew_options
 
 LONGEST, FEWEST = 60, 2
 ADDRESSES = ("https://", "http://")
@@ -69,6 +69,7 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
+    renew_options(optimizer)
     total = num_steps(ctx, epochs=options.epochs, num_batches=len(loader))
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine, at the step of the checkpoint
         optimizer,

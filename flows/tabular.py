@@ -19,7 +19,7 @@ from prefect_torch_ddp import (
     read_options,
 )
 from prefect_torch_ddp.data import table
-from prefect_torch_ddp.examples.schedules import one_cycle
+from prefect_torch_ddp.examples.schedules import one_cycle, renew_options
 
 if TYPE_CHECKING:
     import dask.dataframe as dd
@@ -56,6 +56,7 @@ def train(ctx: RankContext) -> dict[str, int]:
     model = ctx.wrap(Net(options))
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
+    renew_options(optimizer)
     scheduler = one_cycle(
         ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )

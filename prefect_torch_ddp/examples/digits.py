@@ -15,7 +15,7 @@ from torchvision.transforms import PILToTensor
 from prefect_torch_ddp import ClassificationMeter, RankContext, Report, read_options
 from prefect_torch_ddp.data import seeded_split
 from prefect_torch_ddp.examples.digits_options import DigitsData, DigitsTraining
-from prefect_torch_ddp.examples.schedules import one_cycle
+from prefect_torch_ddp.examples.schedules import one_cycle, renew_options
 
 CLASSES = [str(digit) for digit in range(10)]
 
@@ -50,6 +50,7 @@ def train(ctx: RankContext) -> dict[str, float | None]:
     validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
     ctx.track(model=model, optimizer=optimizer)
+    renew_options(optimizer)
     scheduler = one_cycle(
         ctx, optimizer, options.lr, epochs=options.epochs, num_batches=len(loader)
     )

@@ -1,4 +1,4 @@
-"""The learning-rate schedules of the example workloads: how long they are, and the shared one."""
+"""The example workloads' optimizers and schedules on a resume, which may have other options."""
 
 from typing import Any
 
@@ -6,6 +6,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from prefect_torch_ddp import RankContext
+
+
+def renew_options(optimizer: Optimizer) -> None:
+    """Give an optimizer the options again that it was made with, such as `lr` and `weight_decay`.
+
+    On a resume, `ctx.track` restores the options that the checkpoint has. Without this call, those
+    of this run would have no effect, though its record shows them. Call it after `ctx.track`, and
+    before you make a schedule. All groups get the same options.
+
+    Args:
+        optimizer: was made with the run's options.
+    """
+    for group in optimizer.param_groups:
+        # A schedule that continues computes its rates from `initial_lr`.
+        group.update(optimizer.defaults, initial_lr=optimizer.defaults["lr"])
 
 
 def one_cycle(

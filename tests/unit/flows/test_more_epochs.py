@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from flows import cifar10, land_use, pet_names
 from flows.cifar10 import Options
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import RankContext, read_metrics
 from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_cifar10, write_images
@@ -74,27 +74,42 @@ class Workload:
         return cls(module, folder, options)
 
     def train(
-        self, run_id: str, epochs: int, resume_from: str | None = None, **changes: Any
+        self,
+        run_id: str,
+        epochs: int,
+        resume_from: str | None = None,
+        *,
+        fails_at: int | None = None,
+        **changes: Any,
     ) -> Groups:
-        """Train in this process; return what each step was made with."""
+        """Train in this process; return what each step was made with.
+
+        Raises:
+            ZeroDivisionError: so many steps were made as `fails_at` has.
+        """
         found = Groups([], [])
 
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if len(found.options) == fails_at:
+                raise ZeroDivisionError
             (group,) = optimizer.param_groups
             found.options.append({name: group[name] for name in group.keys() - {"params"}})
             found.weights.append(group["params"][-1].detach().clone())
 
         noting = register_optimizer_step_pre_hook(note)
-        with RankContext.local(
-            data=self.folder / "data",
-            source=self.folder / "source",
-            options={**self.options, "epochs": epochs, **changes},
-            storage=self.folder / "storage",
-            run_id=run_id,
-            resume_from=resume_from,
-        ) as ctx:
-            self.module.train(ctx)
-        noting.remove()
+        try:
+            with RankContext.local(
+                data=self.folder / "data",
+                source=self.folder / "source",
+                options={**self.options, "epochs": epochs, **changes},
+                storage=self.folder / "storage",
+                checkpoint=None if fails_at is None else {"every_steps": 1, "every_s": None},
+                run_id=run_id,
+                resume_from=resume_from,
+            ) as ctx:
+                self.module.train(ctx)
+        finally:
+            noting.remove()
         return found
 
 
@@ -113,6 +128,60 @@ def test_more_epochs_go_on_with_the_schedule_of_all_of_them(name: str, tmp_path:
     learnt = workload.train("larger batches", 3, "longer", **larger)
     assert 0 < len(learnt.rates) < num_short
     assert min(learnt.rates) > 0, "or the new epochs learn nothing"
+
+
+OTHER_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "digits": ("digits", {}, {"lr": 0.002, "weight_decay": 0.2}),
+    "cifar10, constant after a cycle": (
+        "cifar10",
+        {},
+        {"schedule": "constant", "lr": 0.002, "weight_decay": 0.01},
+    ),
+    "land_use": ("land_use", {}, {"lr": 0.002, "weight_decay": 0.2}),
+    "land_use by sgd": (
+        "land_use",
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "lr": 0.002, "weight_decay": 0.2, "momentum": 0.5},
+    ),
+    "pet_names": ("pet_names", {}, {"lr": 0.002}),
+}
+"""A workload, the options of a run, and those of the run that continues it."""
+
+
+@pytest.mark.parametrize("case", OTHER_OPTIONS)
+def test_options_given_on_a_resume_are_those_of_the_new_steps(case: str, tmp_path: Path) -> None:
+    """They are made with what a run has that was begun with these options, and not with the old
+    run's that the checkpoint has."""
+    name, before, now = OTHER_OPTIONS[case]
+    workload = Workload.prepared(name, tmp_path)
+    num_short = len(workload.train("short", 1, **before).rates)
+    later = workload.train("later", 2, "short", **now)
+    whole = workload.train("whole", 2, **now)
+    own = [{key: each[key] for key in whole.options[0]} for each in later.options]
+    assert own == whole.options[num_short:]
+    assert len({weights.sum().item() for weights in later.weights}) == len(later.weights) > 1
+    if "lr" in (metrics := read_metrics(tmp_path / "storage", "later")):
+        of_whole = read_metrics(tmp_path / "storage", "whole")
+        assert list(metrics["lr"]) == list(of_whole["lr"])[num_short:]
+
+
+@pytest.mark.parametrize("name", ["digits", "land_use", "pet_names"])
+def test_a_training_that_fails_ends_with_the_rates_and_weights_of_one_that_did_not(
+    name: str, tmp_path: Path
+) -> None:
+    """It is resumed within an epoch, after it continued a run of another rate."""
+    workload = Workload.prepared(name, tmp_path)
+    workload.train("short", 1)
+    other = {"lr": 0.002}
+    whole = workload.train("whole", 2, "short", **other)
+    with pytest.raises(ZeroDivisionError):
+        workload.train("fails", 2, "short", fails_at=1, **other)
+    later = workload.train("fails", 2, "short", **other)
+    num = len(later.rates)
+    assert 0 < num < len(whole.rates), "it resumes"
+    assert later.options == whole.options[-num:]
+    pairs = zip(later.weights, whole.weights[-num:], strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_another_schedule_is_followed_from_the_checkpoints_step(tmp_path: Path) -> None:
