@@ -70,7 +70,7 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     ctx.track(model=model, optimizer=optimizer)
     renew_options(optimizer)
-    total = num_steps(ctx, epochs=options.epochs, num_batches=len(loader))
+    total = num_steps(ctx, optimizer, epochs=options.epochs, num_batches=len(loader))
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # half a cosine, at the step of the checkpoint
         optimizer,
         lambda step: (1 + math.cos(math.pi * min(step / total, 1))) / 2,

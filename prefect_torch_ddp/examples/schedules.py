@@ -45,7 +45,7 @@ def one_cycle(
         num_batches: of an epoch; step the scheduler after each of them.
         **options: other arguments of `OneCycleLR`.
     """
-    total = num_steps(ctx, epochs=epochs, num_batches=num_batches)
+    total = num_steps(ctx, optimizer, epochs=epochs, num_batches=num_batches)
     # Its options, which the checkpoint may have from another schedule, and then its place.
     scheduler = OneCycleLR(optimizer, max_lr, total_steps=total, **options)
     if ctx.step == 0:
@@ -53,20 +53,32 @@ def one_cycle(
     return OneCycleLR(optimizer, max_lr, total_steps=total, last_epoch=ctx.step - 1, **options)
 
 
-def num_steps(ctx: RankContext, *, epochs: int, num_batches: int) -> int:
+def num_steps(ctx: RankContext, optimizer: Optimizer, *, epochs: int, num_batches: int) -> int:
     """Return how many steps a training will have made at its end; `ctx.step` of them are done.
 
     `epochs * num_batches` would be wrong after a resume with another `global_batch_size`: earlier
     epochs had more or fewer steps. A schedule of that length could be over before it continues, and
     the new epochs would learn nothing.
 
+    The number is kept in the optimizer, and so in each checkpoint: from the step of a checkpoint
+    within an epoch nobody could tell how many steps that epoch has had, and a restart would
+    continue with a schedule of another length.
+
     Args:
         ctx: has the step and the epoch; call `ctx.track` before.
+        optimizer: is tracked.
         epochs: of the whole training.
         num_batches: of an epoch from now on.
     """
-    num_done = ctx.epoch if ctx.epoch_ended else max(ctx.epoch - 1, 0)
-    num_within = ctx.step - num_done * num_batches  # the steps of an epoch that has not ended
-    if 0 <= num_within < (1 if ctx.epoch_ended else num_batches):
-        return max(epochs * num_batches, ctx.step)
-    return ctx.step + max(epochs - num_done, 0) * num_batches
+    planned: list[int] = optimizer.param_groups[0].get("planned", [])
+    if planned[:2] != [epochs, num_batches]:
+        num_done = ctx.epoch if ctx.epoch_ended else max(ctx.epoch - 1, 0)
+        num_within = ctx.step - num_done * num_batches  # the steps of an epoch that has not ended
+        if 0 <= num_within < (1 if ctx.epoch_ended else num_batches):
+            total = max(epochs * num_batches, ctx.step)
+        else:
+            total = ctx.step + max(epochs - num_done, 0) * num_batches
+        planned = [epochs, num_batches, total]
+        for group in optimizer.param_groups:
+            group["planned"] = planned
+    return planned[2]

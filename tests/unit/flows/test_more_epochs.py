@@ -169,14 +169,14 @@ def test_options_given_on_a_resume_are_those_of_the_new_steps(case: str, tmp_pat
 def test_a_training_that_fails_ends_with_the_rates_and_weights_of_one_that_did_not(
     name: str, tmp_path: Path
 ) -> None:
-    """It is resumed within an epoch, after it continued a run of another rate."""
+    """It is resumed within an epoch, after it continued a run of another batch size and rate."""
     workload = Workload.prepared(name, tmp_path)
     workload.train("short", 1)
-    other = {"lr": 0.002}
-    whole = workload.train("whole", 2, "short", **other)
+    smaller = {"global_batch_size": workload.options["global_batch_size"] // 2, "lr": 0.002}
+    whole = workload.train("whole", 2, "short", **smaller)
     with pytest.raises(ZeroDivisionError):
-        workload.train("fails", 2, "short", fails_at=1, **other)
-    later = workload.train("fails", 2, "short", **other)
+        workload.train("fails", 2, "short", fails_at=1, **smaller)
+    later = workload.train("fails", 2, "short", **smaller)
     num = len(later.rates)
     assert 0 < num < len(whole.rates), "it resumes"
     assert later.options == whole.options[-num:]
