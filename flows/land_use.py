@@ -61,7 +61,9 @@ def train(ctx: RankContext) -> dict[str, int | str]:
     )
     optimizer = make_optimizer(model, options)
     scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
-    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
+    ctx.track(model=model, optimizer=optimizer)
+    if scaler.is_enabled():  # one that isn't has no state that a run in float16 could continue from
+        ctx.track(scaler=scaler)
     renew_options(optimizer)
     scheduler = one_cycle(
         ctx,

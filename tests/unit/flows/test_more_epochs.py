@@ -165,6 +165,21 @@ def test_options_given_on_a_resume_are_those_of_the_new_steps(case: str, tmp_pat
         assert list(metrics["lr"]) == list(of_whole["lr"])[num_short:]
 
 
+def test_land_use_continues_in_another_precision(tmp_path: Path) -> None:
+    """A run in float32 has no scale of the loss; in float16 the scaler begins with its own, and a
+    run that continues that one has its scale."""
+    workload = Workload.prepared("land_use", tmp_path)
+    workload.train("float32", 1)
+    scales = []
+    for run_id, epochs, before in (("first", 2, "float32"), ("second", 3, "first")):
+        workload.train(run_id, epochs, before, precision="float16")
+        scales += list(read_metrics(tmp_path / "storage", run_id)["loss_scale"])
+    assert len(scales) == 4
+    assert scales == sorted(scales, reverse=True), "it only falls, since it grows after 2000 steps"
+    assert 1 < scales[0] <= 65536
+    workload.train("float32 again", 4, "second")
+
+
 @pytest.mark.parametrize("name", ["digits", "land_use", "pet_names"])
 def test_a_training_that_fails_ends_with_the_rates_and_weights_of_one_that_did_not(
     name: str, tmp_path: Path
