@@ -7,7 +7,7 @@ import io
 import mmap
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import copy, deepcopy
 from typing import Any, BinaryIO, cast
 
@@ -181,19 +181,29 @@ def load_state(item: Any, state: Any) -> None:
         state = _renamed(state, prefix, f"{prefix}{inner}")
     before = group_options(item)
     _refuse_other_groups(group_sizes(item), state)
-    item.load_state_dict(state)
     own = getattr(item, "defaults", None)
+    try:
+        item.load_state_dict(state)
+    except KeyError:  # torch looks in each parameter's state for what another kind doesn't keep
+        if own and before and isinstance(state, dict):
+            for i, group in enumerate(state.get("param_groups", ())):
+                _refuse_another_kind(i, own.keys() - group.keys())
+        raise
     # What torch fills in for an older version's state is there again by now.
     for i, (had, has) in enumerate(zip(before, _groups(item), strict=False)):
         lacking = had.keys() - has.keys()
-        if others := sorted(lacking & own.keys() if own else lacking):
-            msg = (
-                f"it is another kind of optimizer's: group {i} has no {', '.join(others)}; make "
-                "the same kind as in the run that saved it, or track it under another name, which "
-                "starts it from the beginning"
-            )
-            raise ValueError(msg)
+        _refuse_another_kind(i, lacking & own.keys() if own else lacking)
         has.update({name: had[name] for name in lacking})  # of a new scheduler, or the user's own
+
+
+def _refuse_another_kind(i: int, lacking: Collection[str]) -> None:
+    if lacking:
+        msg = (
+            f"it is another kind of optimizer's: group {i} has no {', '.join(sorted(lacking))}; "
+            "make the same kind as in the run that saved it, or track it under another name, which "
+            "starts it from the beginning"
+        )
+        raise ValueError(msg)
 
 
 def _refuse_other_groups(own: list[int], state: Any) -> None:

@@ -200,6 +200,11 @@ def test_an_optimizer_of_another_kind_or_with_other_groups_is_named() -> None:
     sgd, adam = torch.optim.SGD([weight], 0.1), torch.optim.Adam([weight])
     with pytest.raises(ValueError, match=r"another kind of optimizer's: group 0 has no .*betas"):
         load_state(adam, state_of(sgd))
+    stepped = torch.optim.SGD(parameters(1), 0.1, momentum=0.9)
+    stepped.param_groups[0]["params"][0].grad = torch.ones(2)
+    stepped.step()
+    with pytest.raises(ValueError, match=r"another kind of optimizer's: group 0 has no .*betas"):
+        load_state(adam, state_of(stepped))  # torch itself raises KeyError: 'step'
     grown = torch.optim.SGD(parameters(1), 0.1)
     grown.add_param_group({"params": parameters(1)})
     with pytest.raises(ValueError, match="it has 2 parameter groups and the optimizer here 1"):
