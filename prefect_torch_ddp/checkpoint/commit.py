@@ -125,24 +125,51 @@ class Committer:
             # Who claims an attempt after this check sees the commit and asks for nothing that is
             # deleted here. Who did so before may not have seen it, so it may be superseded.
             self._refuse_superseded()
-            if self._known is None:
-                self._known = self._look(manifest.step)
-                # When an earlier attempt made them isn't known: perhaps just now.
-                self._made_s = dict.fromkeys(self._known, time.monotonic()) | self._made_s
+            there = self._there(manifest.step)
             # An older attempt left a later step damaged, or this one would have resumed there.
-            damaged = [known for step, known in self._known.items() if step > manifest.step]
-            self._known[manifest.step] = manifest
-            good = [known for step, known in self._known.items() if step <= manifest.step]
+            damaged = [known for step, known in there.items() if step > manifest.step]
+            there[manifest.step] = manifest
+            good = [known for step, known in there.items() if step <= manifest.step]
             young = set() if is_last else self._young()
             for old in [*damaged, *superfluous(good, self.policy, young)]:
                 self._delete(old)
-                del self._known[old.step]
+                del there[old.step]
         except StorageError as error:
             logger.warning("old checkpoints of run %s are not cleaned up: %s", self.run_id, error)
+
+    def make_room(self, step: int) -> None:
+        """Delete what only its age keeps, so that a checkpoint of this step has room, if possible.
+
+        A full storage takes no commit, and so would never be cleaned up after one. What somebody
+        may be about to read is the smaller loss; the newest checkpoint stays.
+
+        Raises:
+            SupersededError: a newer attempt has begun, which may be reading them.
+        """
+        last = -1 if self.last is None else self.last.step
+        with suppress(StorageError):
+            self._refuse_superseded()
+            there = self._there(step)
+            # Not a later one of this attempt, whose commit seemed to fail: it isn't the newest for
+            # sure. Of an older attempt none is live that is newer than what this one resumed from.
+            good = [
+                each for each in there.values() if each.attempt < self._attempt or each.step <= last
+            ]
+            for old in superfluous(good, self.policy):
+                self._delete(old)
+                del there[old.step]
 
     def look_again(self) -> None:
         """List the checkpoints at the next commit: one failed, and may be there all the same."""
         self._known = None
+
+    def _there(self, step: int) -> dict[int, Manifest]:
+        """Return the checkpoints that count, by step; list them if they aren't known."""
+        if self._known is None:
+            self._known = self._look(step)
+            # When an earlier attempt made them isn't known: perhaps just now.
+            self._made_s = dict.fromkeys(self._known, time.monotonic()) | self._made_s
+        return self._known
 
     def _young(self) -> set[int]:
         """Return the steps of those that somebody may be about to read."""

@@ -155,6 +155,9 @@ class Gatherer:
         except (CheckpointError, InvalidParamsError, StorageError) as error:
             with suppress(StorageError):  # a later commit sweeps what stays
                 self._delete(item.key for save in saves for item in save.objects)
+            if any(save.error for save in saves):  # perhaps for want of room
+                self._committer.make_room(manifest.step)
+                self._committer.look_again()
             if own.error and not isinstance(error, FATAL):
                 return  # which is known already
             raise

@@ -247,6 +247,8 @@ class Saver:
         if made is not None and has_changed:
             made, number = None, number + 1
         is_stopped = numbers.progress.stopped_by is not None
+        if made is None and not is_stopped:  # else every second counts
+            self._committer.make_room(number)
         if numbers.has_begun and not is_stopped and not self._replay.is_before_call:
             self._committer.record_end(number, None if made is None else made.attempt)
         if made is None:

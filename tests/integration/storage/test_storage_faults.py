@@ -2,15 +2,18 @@
 rank's network."""
 
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed import Client
+from torch import nn
 
-from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp import RankContext, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -223,3 +226,51 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     troubles = {event.trouble for event in events if isinstance(event, Progress)}
     says = "no checkpoint yet: runs/run/checkpoints/step-"
     assert any(trouble.startswith(says) for trouble in troubles), troubles
+
+
+def train_on_a_small_disk(
+    disk: Path, num_steps: int, forced: Container[int] = (), *, fails: bool = False
+) -> list[int]:
+    """Train a model of 600 kB, with a checkpoint in each of the forced steps and at the end,
+    unless it fails there; return the steps of the checkpoints that are left."""
+    policy = {"keep_last": 1}
+    with (
+        suppress(InterruptedError),
+        RankContext.local(storage=disk / "store", run_id="run", checkpoint=policy) as ctx,
+    ):
+        ctx.track(model=nn.Linear(150_000, 1))
+        for _ in ctx.steps(total=num_steps):
+            ctx.checkpoint(force=ctx.step in forced)
+        if fails:
+            raise InterruptedError
+    return steps_of(DirectoryStorage(disk / "store"))
+
+
+def test_checkpoints_that_only_their_age_keeps_make_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that holds `keep_last`, but not all those that are kept for 30 s besides, costs
+    single checkpoints, and not the last one."""
+    assert train_on_a_small_disk(small_disk, 12, range(1, 13)) == [12]
+    failed = re.findall(r"no checkpoint of step (\d+),", caplog.text)
+    assert failed == ["7"]
+
+
+def test_the_last_checkpoint_finds_room(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is written even if the disk is full of those that only their age keeps."""
+    assert train_on_a_small_disk(small_disk, 7, range(1, 7)) == [7]
+    assert "no checkpoint of step" not in caplog.text
+
+
+def test_what_an_earlier_attempt_left_makes_room(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An attempt whose first checkpoint finds the disk full deletes those of the one before,
+    except the one from which it has resumed."""
+    filled = [1, 2, 3, 4, 5, 6]
+    assert train_on_a_small_disk(small_disk, 6, range(1, 7), fails=True) == filled
+    (newest,) = (small_disk / "store/runs/run/checkpoints/step-00000006").rglob("model.pt")
+    newest.write_bytes(newest.read_bytes()[::-1])
+    assert train_on_a_small_disk(small_disk, 7, [7], fails=True) == [5]
+    assert train_on_a_small_disk(small_disk, 9, range(7, 9)) == [9]
+    assert re.findall(r"no checkpoint of step (\d+),", caplog.text) == ["7"]
