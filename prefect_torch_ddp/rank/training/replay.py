@@ -45,6 +45,11 @@ class Replay:
         return self.must_arrive and (bool(self.is_ours) or self.num_passed > 0)
 
     @property
+    def is_on_record(self) -> bool:
+        """Whether what the code reports now is on record already, from the weights of that time."""
+        return self.trains and self.is_under_way
+
+    @property
     def has_passed_any(self) -> bool:
         """Whether code ran that may have changed what was restored."""
         return bool(self.num_passed or self.num_saves_passed or self.has_arrived)

@@ -91,7 +91,7 @@ class Reporter:
         for name, value in metrics.items():
             refuse_control(name)
             self._now[name] = _scalar(name, value)
-        if self._replay.is_before_call:  # it is on record, from the weights of that time
+        if self._replay.is_on_record:
             self._now.clear()
         if self._progress.share is None:
             self.end_step()
@@ -139,7 +139,7 @@ class Reporter:
             self._ledger.append(self._step_line(share))
         now_s = time.monotonic()
         is_first = self._info.rank == 0
-        is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_before_call
+        is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_on_record
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
             if self._log is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import CheckpointParams, RankContext
+from prefect_torch_ddp import CheckpointParams, RankContext, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -134,6 +134,32 @@ def test_each_report_behind_the_steps_is_one_of_its_own(tmp_path: Path) -> None:
             ctx.report(score=score)
             ctx.checkpoint(force=True)
     assert scores(tmp_path) == {6: 0.95, 8: 0.55}
+
+
+def test_a_validation_that_runs_again_is_no_new_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On resume, code up to the checkpoint's request runs again; what it reports there, perhaps a
+    little differently, is on record and in the checkpoint."""
+
+    def train(*given: float, dies_at: int | None = None) -> None:
+        with training(tmp_path, every_steps=3, keep_last=1) as (ctx, model):
+            ctx.report(score=given[0] / 10)
+            for score in given:
+                for step in four_steps(ctx, model):
+                    if step == dies_at:
+                        raise InterruptedError
+                ctx.report(score=score)
+                ctx.checkpoint(force=True)
+
+    with pytest.raises(InterruptedError):
+        train(0.9, 0.8, dies_at=5)
+    train(0.901, 0.5)
+    assert (best_step(tmp_path), scores(tmp_path)) == (4, {4: 0.9, 8: 0.5})
+    records = read_metrics(tmp_path, "local")
+    assert records["step"].tolist() == [0, 4, 8]
+    assert records["score"].tolist() == [0.09, 0.9, 0.5]
+    assert "was reported in step" not in caplog.text
 
 
 def test_numbers_of_an_own_loop_are_not_taken_for_steps(tmp_path: Path) -> None:
