@@ -1,7 +1,7 @@
 """The numbers of a training's checkpoints; what is reported belongs to one of them. No torch."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, Reported
 from prefect_torch_ddp.rank.training.loop_progress import LoopProgress, Moment, Position
@@ -14,10 +14,18 @@ class OwnSaves(NamedTuple):
     num_own_numbers: int = 0
     """Checkpoints outside of `steps` that have their own number: their step's was taken."""
     num_saves_behind: int = 0
-    """Checkpoints requested after this call of `steps`; above 0 it has ended, also by a break."""
+    """Checkpoints made on request after this call of `steps`; above 0 it has ended, also by a
+    break."""
     in_own_loop: bool = False
     """Whether `steps` had not begun: the generators are those of the user's own loop, which
     resumes at `track`."""
+    num_requests_behind: int = 0
+    """Requests after this call, with those for which none was due; 0: not counted, as in the
+    manifests of earlier versions."""
+
+    def before_requests(self) -> Self:
+        """Return the same as of a call of `steps` that hasn't ended."""
+        return self._replace(num_saves_behind=0, num_requests_behind=0)
 
 
 class OwnProgress(NamedTuple):
@@ -126,16 +134,23 @@ class CheckpointNumbers:
 
     def enter_call(self, loop: int) -> None:
         """Leave the user's own loop for a call of `steps`; a later one begins its count again."""
-        later = {"num_saves_behind": 0} if loop > self.progress.position.loop else {}
-        self.own = self.own._replace(in_own_loop=False, **later)
+        own = self.own.before_requests() if loop > self.progress.position.loop else self.own
+        self.own = own._replace(in_own_loop=False)
 
     def reopen_call(self) -> None:
         """Continue the call of `steps` that had ended when the checkpoint was made."""
-        self.own = self.own._replace(num_saves_behind=0)
+        self.own = self.own.before_requests()
 
     def begin_evaluation(self) -> None:
         """Count calls of `steps` from the first one: an evaluation's aren't the training's."""
         self.progress.position, self.own = Position(), OwnSaves()
+
+    def count_request(self) -> None:
+        """Count a request outside of `steps`, whether or not it makes a checkpoint."""
+        own = self.own
+        is_counted = own.num_requests_behind > 0 or own.num_saves_behind == 0
+        if self.has_begun and is_counted:
+            self.own = own._replace(num_requests_behind=own.num_requests_behind + 1)
 
     def count_own_save(self) -> None:
         """Count a checkpoint outside of `steps`, perhaps after one of its calls."""

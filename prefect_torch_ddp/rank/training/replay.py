@@ -23,7 +23,7 @@ class Replay:
     """Whether the checkpoint to come to is of this run; None: there is none."""
     num_passed: int = 0
     """Calls of `steps` that were over before the checkpoint."""
-    num_saves_passed: int = 0
+    num_requests_passed: int = 0
     """Requests of a checkpoint after such calls."""
     has_arrived: bool = False
     """Whether the code has come to the checkpoint's place, or there was none to come to."""
@@ -52,7 +52,7 @@ class Replay:
     @property
     def has_passed_any(self) -> bool:
         """Whether code ran that may have changed what was restored."""
-        return bool(self.num_passed or self.num_saves_passed or self.has_arrived)
+        return bool(self.num_passed or self.num_requests_passed or self.has_arrived)
 
     def is_over(self, loop: int) -> bool:
         """Tell whether a call was over before the checkpoint that this training resumed from."""
@@ -64,12 +64,19 @@ class Replay:
         self.num_passed += 1
         self.is_before_call = self.trains and loop < self.numbers.progress.position.loop
 
-    def pass_save(self) -> bool:
+    def pass_request(self, *, is_forced: bool) -> bool:
         """Pass a request of a checkpoint; return whether it is the one that was resumed from."""
-        if self.num_passed <= self.numbers.progress.position.loop:
+        own = self.numbers.own
+        is_counted = is_forced or own.num_requests_behind > 0
+        if self.num_passed <= self.numbers.progress.position.loop or not is_counted:
             return False
-        self.num_saves_passed += 1
-        return self.num_saves_passed == self.numbers.own.num_saves_behind
+        self.num_requests_passed += 1
+        return self.num_requests_passed == self._num_to_pass
+
+    @property
+    def _num_to_pass(self) -> int:
+        own = self.numbers.own
+        return own.num_saves_behind and (own.num_requests_behind or own.num_saves_behind)
 
     def arrive(self) -> None:
         """Come to the place of the checkpoint."""
@@ -96,8 +103,8 @@ class Replay:
 
     def warn_of_missed_save(self) -> None:
         """Warn if the checkpoint was asked for after a call that is passed, and wasn't again."""
-        loop, num_saves = self.numbers.progress.position.loop, self.numbers.own.num_saves_behind
-        is_met = self.num_passed <= loop or self.num_saves_passed >= num_saves
+        loop = self.numbers.progress.position.loop
+        is_met = self.num_passed <= loop or self.num_requests_passed >= self._num_to_pass
         if is_met or self.numbers.is_at_end:
             return
         logger.warning(

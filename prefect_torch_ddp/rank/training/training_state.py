@@ -167,7 +167,8 @@ class TrainingState:
                 "Checkpoints by checkpoint.every_s, every_steps and every_epochs are written if "
                 "you call ctx.checkpoint(force=ctx.due(step).save) in each step"
             )
-        self.save_if(self.due())
+        if self._saver.is_open and self._numbers.progress.stopped_by is None:
+            self._request(is_forced=False)
 
     def expect_save(self) -> None:
         """Take the next request: the user's own loop was asked to save and to stop."""
@@ -179,12 +180,19 @@ class TrainingState:
         if not self._saver.is_open or (is_stopped and not self._expects_save):
             return  # after a loop that was stopped from outside that code comes too early
         self._expects_save = False
-        if not self._replay.is_under_way:
-            self._saver.save_outside()
-            return
+        self._request(is_forced=True)
+
+    def _request(self, *, is_forced: bool) -> None:
+        """Save outside of `steps` if that is forced or due, or come to it on resume."""
         self._saver.raise_failure()
-        if self._replay.pass_save():
-            self._resume()
+        if self._replay.is_under_way:
+            # Whichever it is: what forced one may not do so again.
+            if self._replay.pass_request(is_forced=is_forced):
+                self._resume()
+            return
+        self._numbers.count_request()
+        if is_forced or self.due() is not None:
+            self._saver.save_outside()
 
     def has_saved(self, step: int) -> bool:
         """Tell, on rank 0 of a stopped training, if the newest checkpoint has its last step.

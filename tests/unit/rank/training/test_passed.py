@@ -205,6 +205,63 @@ def test_what_a_finished_training_left_stays_when_it_is_run_again(
     assert "not asked for again" not in caplog.text  # nothing was undone
 
 
+def test_a_due_checkpoint_after_a_break_says_that_the_call_has_ended(tmp_path: Path) -> None:
+    """As a forced one does: on resume the call makes no further steps."""
+
+    def train(*, dies: bool = False) -> list[list[int]]:
+        policy = CheckpointParams(every_s=None, every_steps=2)
+        with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+            ctx.track(total=Tracked())
+            made: list[list[int]] = []
+            for _ in range(2):
+                made.append([])
+                for _ in steps_over(ctx, num_samples=8):
+                    made[-1].append(ctx.step)
+                    if ctx.step in {4, 7}:
+                        break
+                ctx.checkpoint()
+                if dies:
+                    raise InterruptedError
+            return made
+
+    with pytest.raises(InterruptedError):
+        train(dies=True)
+    assert train() == [[], [5, 6, 7]]
+    assert train() == [[], [8, 9, 10, 11, 12]], "the last one wasn't due, so its call continues"
+
+
+def test_requests_that_make_no_checkpoint_are_passed_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On resume, the request that made the checkpoint is found between others that made none,
+    even if its own condition doesn't hold any more."""
+    forced_at = {4}
+
+    def train(dies_at: int | None = None) -> list[float]:
+        found = []
+        with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
+            total = Tracked()
+            ctx.track(total=total)
+            for _ in range(3):
+                for _ in steps_over(ctx, size=2):
+                    if ctx.step == dies_at:
+                        raise InterruptedError
+                    total.value += 1
+                ctx.checkpoint()
+                total.value += 100
+                ctx.checkpoint(force=ctx.step in forced_at)
+                total.value += 1000
+                ctx.checkpoint()
+                found.append(total.value)
+        return found
+
+    with pytest.raises(InterruptedError):
+        train(dies_at=5)
+    forced_at.clear()
+    assert train()[1:] == [2204, 3306]
+    assert "not again on resume" not in caplog.text
+
+
 class Killed(DirectoryStorage):
     """A directory whose process dies right after the commit of a checkpoint."""
 
