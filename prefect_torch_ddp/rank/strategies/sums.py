@@ -81,8 +81,11 @@ class SumWatch:
         ddps = before.ddps if before else WeakSet()
         if ddp is not None:
             ddps.add(ddp)
-            # Of a whole pass one of both gets a gradient, unless the model has several ends.
-            for parameter in {id(each): each for each in (trained[0], trained[-1])}.values():
+            # Of a whole pass one of both gets a gradient, unless the model has several ends. What
+            # DDP has to ignore, the user sums.
+            ids = set(map(id, left_out))
+            probed = [each for each in trained if id(each) not in ids]
+            for parameter in {id(each): each for each in probed[:1] + probed[-1:]}.values():
                 register: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(register(Probe(ref(self))))
         self._wrapped[model] = _Wrapped(frozenset(map(id, [*trained, *left_out])), ddps)

@@ -574,6 +574,22 @@ def sparse(ctx: RankContext) -> None:
             optimizer.step()
 
 
+def ignored(ctx: RankContext) -> None:
+    """Have DDP ignore a model's first parameter, and sum its gradient by hand."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 1))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        net, ["0.weight"]
+    )
+    model, optimizer = ctx.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
+    samples = TensorDataset(torch.arange(16), torch.ones(16, 1))
+    for x, y in ctx.steps(ctx.loader(samples, global_batch_size=4), epochs=1):
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        sum_by_hand(ctx, net[0].parameters())
+        optimizer.step()
+
+
 def static_graph(ctx: RankContext) -> None:
     """A static graph, in which a layer is checkpointed and used twice."""
     net = make()
@@ -625,6 +641,7 @@ def penalty(ctx: RankContext) -> None:
 HEALTHY = (
     joined,
     sparse,
+    ignored,
     static_graph,
     compiled_step,
     closures,
