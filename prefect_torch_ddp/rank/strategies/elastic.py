@@ -58,6 +58,8 @@ class VirtualRanks:
         self._world_size = info.world_size
         self._seed = config.seed
         self._step = 0
+        self._num_seeded = 0
+        """Of the step under way: its loops over micro-batches that have begun."""
         self._given: WeakSet[nn.Module] = WeakSet()
         self._wrapped: list[ref[nn.Module]] = []
         self._models: list[nn.Module] = []
@@ -109,11 +111,12 @@ class VirtualRanks:
     def leave_loop(self) -> None:
         """Hold no model beyond its loop."""
         self._is_in_loop = False
+        self._num_seeded = 0
         self._models = []
 
     def begin_step(self, step: int, _share: BatchShare | None) -> None:
         """Have all ranks draw the same numbers until the first micro-batch."""
-        self._step = step
+        self._step, self._num_seeded = step, 0
         self._owes = bool(self._models)
         seed_shared(self._seed, step)
 
@@ -138,6 +141,9 @@ class VirtualRanks:
             msg = f"ctx.micro_batches got a {type(batch).__name__}; {as_given}"
             raise InvalidParamsError(msg)
         self._owes = True
+        # The first loop of a step draws as if there were no second one.
+        number: tuple[int, ...] = (self._num_seeded,) if self._num_seeded else ()
+        self._num_seeded += self._is_in_loop
         _refuse_running_statistics(self._models)
         buffers = _saved_buffers(self._models)
         gradients = FlatGradients(self._parameters())
@@ -146,7 +152,8 @@ class VirtualRanks:
         for virtual_rank in self._shares.own:
             share = shares.get(virtual_rank)
             if share is not None:
-                yield from self._of_one(share, batch.num_global, max_samples)
+                seed_shared(self._seed, self._step, virtual_rank, *number)
+                yield from _of_one(share, batch.num_global, max_samples)
                 _refuse_changed(buffers, _saved_buffers(self._models))
             taken = gradients.take()
             if share is not None and not share.num_samples:
@@ -158,7 +165,7 @@ class VirtualRanks:
         if self._world_size > 1 and dist.get_backend() == "gloo":  # others return before the sum
             self._heartbeat.waited(handed_ns)
         # What the rest of the step draws is the same on all ranks.
-        seed_shared(self._seed, self._step, self._shares.num_shares)
+        seed_shared(self._seed, self._step, self._shares.num_shares, *number)
         self._owes = False
 
     def tracked(self, objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,15 +193,6 @@ class VirtualRanks:
                 )
                 raise InvalidParamsError(msg)
 
-    def _of_one(
-        self, share: VirtualShare, num_global: int, max_samples: int | None
-    ) -> Iterator[tuple[Any, float]]:
-        num_rows = count_rows(share.batch, max(share.num_samples, 1))
-        seed_shared(self._seed, self._step, share.virtual_rank)
-        for piece in pieces(num_rows, max_samples):
-            weight = len(piece) / num_global if share.num_samples else 1.0
-            yield cut(share.batch, piece), weight
-
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return all that get gradients, once each, in an order that is the same on all ranks."""
         found = {
@@ -204,6 +202,15 @@ class VirtualRanks:
             if parameter.requires_grad
         }
         return dict(found.values())
+
+
+def _of_one(
+    share: VirtualShare, num_global: int, max_samples: int | None
+) -> Iterator[tuple[Any, float]]:
+    num_rows = count_rows(share.batch, max(share.num_samples, 1))
+    for piece in pieces(num_rows, max_samples):
+        weight = len(piece) / num_global if share.num_samples else 1.0
+        yield cut(share.batch, piece), weight
 
 
 def _refuse_running_statistics(models: list[nn.Module]) -> None:

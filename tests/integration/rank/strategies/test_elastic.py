@@ -99,6 +99,35 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
     assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
 
 
+def draws_of_two_loops(ctx: RankContext) -> list[list[float]]:
+    """Return what this rank draws in each loop over micro-batches, two in a step."""
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    drawn = []
+    dataset = torch.utils.data.TensorDataset(torch.ones(8, 1))
+    for batch in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
+        for _ in range(2):
+            drawn.append([])
+            for (x,), weight in ctx.micro_batches(batch):
+                drawn[-1].append(torch.rand(1).item())
+                (model(x).mean() * weight).backward()
+            model.zero_grad()
+            drawn.append([torch.rand(1).item()])  # all ranks draw the same
+    return drawn
+
+
+def test_each_loop_over_micro_batches_draws_its_own_numbers(tmp_path: Path) -> None:
+    """As for the noise of a GAN's two parts; the same on any number of ranks."""
+    (one,), (first, second) = (
+        train_on(n, elastic_config(tmp_path / str(n), 2), draws_of_two_loops) for n in (1, 2)
+    )
+    numbers = [number for loop in one for number in loop]
+    assert len(set(numbers)) == len(numbers) == 2 * 2 * (2 + 1)
+    assert [loop for loop in one if len(loop) == 2] == [
+        [*mine, *other] for mine, other in zip(first[::2], second[::2], strict=True)
+    ]
+    assert one[1::2] == first[1::2] == second[1::2]
+
+
 def own_loop(ctx: RankContext) -> str:
     """Train without ctx.steps; return what that is refused with."""
     model = ctx.wrap(torch.nn.Linear(4, 1))
