@@ -102,7 +102,7 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
 def draws_of_two_loops(ctx: RankContext) -> list[list[float]]:
     """Return what this rank draws in each loop over micro-batches, two in a step."""
     model = ctx.wrap(torch.nn.Linear(1, 1))
-    drawn = []
+    drawn: list[list[float]] = []
     dataset = torch.utils.data.TensorDataset(torch.ones(8, 1))
     for batch in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
         for _ in range(2):
