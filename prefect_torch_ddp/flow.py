@@ -23,14 +23,12 @@ from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import failure_published, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
+from prefect_torch_ddp.tasks.watch.beside_flow import flow_watched
 from prefect_torch_ddp.tasks.watch.quiet_flow import quietly, without_frames
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 
 DEFAULTS = TrainParams()
-OURS_GRACE_S = 5.0
-OTHERS_GRACE_S = 25.0
 PREPARED_AGAIN = "the data is prepared again"
 EVALUATED_AGAIN = "the model is evaluated again"
 RESUMED = "the training is submitted again and resumes from its newest checkpoint"
@@ -159,9 +157,8 @@ def _prepared(run: Run, *, is_here: bool) -> DatasetReport:
 @contextmanager
 def _served(params: TrainParams) -> Iterator[None]:
     """Have all tasks use the flow run's server, and end should the flow's process be killed."""
-    # On a cluster that isn't ours, end gracefully.
-    grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.is_running else OURS_GRACE_S
-    with closed_if_killed(UUID(flow_run.id), grace_s), flow_server():
+    run_id, is_ours = UUID(flow_run.id), not params.cluster.is_running
+    with flow_watched(run_id, params.stop_grace_s, ends_with_flow=is_ours), flow_server():
         yield
 
 

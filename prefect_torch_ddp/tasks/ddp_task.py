@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
 from prefect.tasks import TaskOptions
 
-from prefect_torch_ddp.blocks import absolute_reference, resolve_storage
+from prefect_torch_ddp.blocks import absolute_reference
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.lazy import exported_by
@@ -32,8 +32,8 @@ from prefect_torch_ddp.tasks.gangs.task_training import (
 )
 from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
+from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
-from prefect_torch_ddp.tasks.watch.tracker_feed import feed_until_flow_ends
 from prefect_torch_ddp.tasks.watch.watched_task import watched, watched_list
 from prefect_torch_ddp.tracking.digest import value_digest
 
@@ -216,10 +216,8 @@ class GangTask(Task[P, R]):
         """Return the task for a call of now, which stores where its caller means."""
         made = copy(self)
         storage = absolute_reference(self.params.storage)
-        if self.params.trackers:
-            opened = resolve_storage(storage)
-            experiment = experiment_of_task(self.name, self.params, self.code)
-            feed_until_flow_ends(self.params, opened, experiment)
+        of_task = self.name, self.params, self.code
+        accompany(self.params, storage, lambda: experiment_of_task(*of_task))
         return made.with_params(self.params.model_copy(update={"storage": storage}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

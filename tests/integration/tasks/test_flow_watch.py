@@ -1,15 +1,23 @@
-"""A killed flow leaves no temporary Prefect server."""
+"""A killed flow is Crashed in Prefect, is resumed by `latest`, and leaves no temporary server."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import UUID
 
 import psutil
 import pytest
 
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.tasks.test_cancel import flow_process
 from tests.support.gangs import all_gone
-from tests.support.waiting import wait_until
+from tests.support.runs import newest_flow_run, task_runs_of
+from tests.support.waiting import HANG_S, wait_until
 
 FLOW = """
 from uuid import UUID
@@ -30,6 +38,30 @@ def run():
 
 run()
 """
+OWN_FLOW = """
+import sys
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task, local_cluster
+from tests.workloads import hanging
+
+at = {"world_size": 1, "storage": sys.argv[1], "resume_from": sys.argv[3]}
+
+@ddp_task(**at)
+def before(ctx: RankContext) -> None: ...
+
+every_5 = CheckpointParams(every_s=None, every_steps=5)
+train = ddp_task(**at, checkpoint=every_5)(hanging.train_until_enough).with_options(name="train")
+cluster = {"cluster_class": local_cluster, "cluster_kwargs": {"n_workers": 1}}
+
+@flow(name="own", task_runner=DaskTaskRunner(**cluster))
+def own(folder: str) -> None:
+    before()
+    train.submit(folder).result()
+
+if __name__ == "__main__":
+    own(sys.argv[2])
+"""
 
 
 @pytest.mark.long
@@ -45,3 +77,57 @@ def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
         server = psutil.Process(int(process.stdout.readline()))
         process.kill()
     wait_until(lambda: all_gone([server]))
+
+
+def own_flow_killed(folder: Path, *, with_watch: bool) -> tuple[UUID, str, int]:
+    """Kill a flow once it has a checkpoint, perhaps with its watch.
+
+    Returns the ids of its flow run and of its training's run, and the last step that was saved.
+    """
+    store = DirectoryStorage(folder / "store")
+    with own_flow(folder, "first") as process:
+        wait_until(lambda: any((folder / "store").rglob("manifest.json")), what="a checkpoint")
+        family = psutil.Process(process.pid).children(recursive=True)
+        (watch,) = (each for each in family if is_watch(each))  # one for both tasks
+        for each in (watch, process) if with_watch else (process,):
+            each.kill()
+    wait_until(lambda: all_gone(family))
+    (record,) = (each for each in list_records(store) if each.state == "training")
+    return newest_flow_run().id, record.run_id, list_manifests(store, record.run_id)[-1].step
+
+
+@contextmanager
+def own_flow(
+    folder: Path, name: str, reference: str = "latest"
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run the flow of one's own, which writes where it is into the folder of this name."""
+    (folder / name).mkdir()
+    given = str(folder / "store"), str(folder / name), reference
+    with flow_process(folder, *given, text=OWN_FLOW) as process:
+        yield process
+
+
+def first_step(folder: Path, name: str, reference: str = "latest") -> int:
+    """Run that flow from what the reference names; return the step that it begins with."""
+    with own_flow(folder, name, reference) as process:
+        wait_until(lambda: any((folder / name).glob("1-0-from-*")), what="its training")
+        (folder / name / "enough").touch()
+        assert process.wait(HANG_S) == 0
+    (found,) = (folder / name).glob("1-0-from-*")
+    return int(found.name.rpartition("-")[2])
+
+
+def is_watch(process: psutil.Process) -> bool:
+    """Tell the process that watches a flow."""
+    return "prefect_torch_ddp.tasks.watch.flow_watch" in process.cmdline()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api")
+def test_latest_resumes_a_killed_flow_of_ones_own(tmp_path: Path) -> None:
+    """It is Crashed. It stayed Running, so `latest` passed it over, for ever."""
+    killed, _, saved = own_flow_killed(tmp_path, with_watch=False)
+    states = {name: run.state_name for name, run in task_runs_of(killed).items()}
+    assert states == {"train": "Crashed", "before": "Completed"}
+    assert newest_flow_run().state_name == "Crashed"
+    assert first_step(tmp_path, "second") == saved + 1
