@@ -25,6 +25,7 @@ from prefect_torch_ddp.records.metrics import (
     surviving_records,
 )
 from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.runs import storage_of
 
@@ -89,7 +90,7 @@ def export_records(  # noqa: PLR0913 - all but where to have defaults
     if idle_s is not None and not idle_s > 0:
         msg = f"idle_s is {idle_s!r}; give a positive number of seconds, or None"
         raise InvalidParamsError(msg)
-    where, out = storage_of(storage), Path(folder)
+    where, out = storage_of(storage), absolute_folder(folder)
     records, num_written, news_s = GrowingRecords(where, run_id), -1, time.monotonic()
     while True:
         # First: what is reported before this state is read below.

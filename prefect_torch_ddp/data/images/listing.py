@@ -13,6 +13,7 @@ from prefect_torch_ddp.data.images.compact_rows import Columns, encoded, read_ro
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.formats import IMAGE_INDEX
+from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -99,7 +100,7 @@ def write_index(source: Readable, folder: str | Path) -> int:
             images = S3ImageFolder(ctx.source, index=ctx.data)
     """
     rows = map(_row, list_dataset(source))
-    with (Path(folder) / INDEX_NAME).open("wb") as file:
+    with (absolute_folder(folder) / INDEX_NAME).open("wb") as file:
         return write_rows(file, IMAGE_INDEX.stamp({"uri": source.uri}), COLUMNS, rows)
 
 
@@ -115,7 +116,7 @@ def read_index(
             it is damaged.
         NewerFormatError: it is of a newer format.
     """
-    file = Path(path)
+    file = absolute_folder(path)
     file = file / INDEX_NAME if file.is_dir() else file
     if not file.is_file():
         msg = f"there is no index {file}: write it by write_index(ctx.source, ctx.data) in prepare"

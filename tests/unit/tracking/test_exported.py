@@ -59,6 +59,18 @@ def test_files_are_what_read_metrics_has(shelf: Shelf, tmp_path: Path) -> None:
     assert (float(last["odd"]), last["metric.time"]) == (float("inf"), 2.5)
 
 
+def test_a_folder_in_the_home_folder_is_found(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files went to a folder named `~` in the current one."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "now").mkdir()
+    monkeypatch.chdir(tmp_path / "now")
+    export_records(shelf, RUN, "~/out")
+    assert (tmp_path / "home" / "out" / "metrics.csv").is_file()
+    assert not list((tmp_path / "now").iterdir())
+
+
 def test_only_files_of_ranks_are_deleted(shelf: Shelf, tmp_path: Path) -> None:
     """The user's own files whose names begin in the same way were deleted too."""
     mine = [

@@ -125,6 +125,17 @@ def test_an_index_gives_the_listing_back_also_for_a_folder_of_it(tmp_path):
     assert [item.key for item in below] == names
 
 
+def test_an_index_in_the_home_folder_is_written_and_read_there(tmp_path, monkeypatch):
+    """It was refused: there is no folder `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = DirectoryStorage(tmp_path / "images")
+    source.write("a/1.jpg", b"1")
+    (tmp_path / "index").mkdir()
+    assert write_index(source, "~/index") == 1
+    assert (tmp_path / "index" / INDEX_NAME).is_file()
+    assert [item.key for item in read_index("~/index", source.uri)] == ["a/1.jpg"]
+
+
 def test_an_index_that_does_not_fit_is_refused(tmp_path):
     """None, another dataset's, damaged, cut off, of another kind."""
     with pytest.raises(InvalidParamsError, match=r"there is no index .* write it by write_index"):
