@@ -30,6 +30,13 @@ RESUME_FLAGS = {
     "storage": "--storage",
     "resume_from": "the argument RUN",
 }
+RUNNING_EXCLUDES = ("cluster_class", "cluster_kwargs", "adapt_kwargs")
+EXCLUDED_BY = {
+    "address": ("scheduler_file", *RUNNING_EXCLUDES),
+    "scheduler_file": ("address", *RUNNING_EXCLUDES),
+    "cluster_class": ("address", "scheduler_file"),
+}
+"""What of a recorded cluster a value that names another one takes the place of."""
 TRAIN_FLAGS = {
     "workload": "the first argument",
     "world_size": "--world-size",
@@ -118,7 +125,7 @@ def resume(
     if record.is_finished and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=30"
         raise InvalidParamsError(msg)
-    replaced = {*_names(changes), *(f"options.{name}" for name in options)}
+    replaced = {*_names(changes), *_excluded(changes)} | {f"options.{name}" for name in options}
     given_whole = [*_groups(parse_values(param, "-p"))]
     recorded, *_ = recorded_params(opened, run_id, replaced, given_whole)
     use_server()
@@ -149,13 +156,26 @@ def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any
 
 
 def _before(recorded: "TrainParams", changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the run, without what only its own cluster made of them."""
+    """Return the parameters of the run, without what only its own cluster made of them.
+
+    Nor what a change of the cluster excludes.
+    """
     from prefect_torch_ddp.params import ClusterParams
 
     before = recorded.model_dump(exclude_unset=True)
     if "cluster" in changes and recorded.cluster == ClusterParams():
         before.pop("ranks_per_worker", None)  # there one worker has all ranks
+    for name in _excluded(changes):
+        before.get("cluster", {}).pop(name.removeprefix("cluster."), None)
     return before
+
+
+def _excluded(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the dotted names of what can't be given with the cluster that changes name."""
+    cluster = changes.get("cluster")
+    for name, excluded in EXCLUDED_BY.items():
+        if isinstance(cluster, dict) and cluster.get(name):
+            yield from (f"cluster.{each}" for each in excluded)
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

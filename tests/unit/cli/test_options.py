@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from prefect_torch_ddp import ClusterParams, DirectoryStorage, InvalidParamsError, TrainParams
 from prefect_torch_ddp.cli.app import app
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
-from prefect_torch_ddp.cli.train import _before, _names, _over
+from prefect_torch_ddp.cli.train import _before, _excluded, _names, _over
 from prefect_torch_ddp.records.run_record import write_record
 from tests.support.pages import BEGAN, RECORD
 
@@ -187,3 +187,42 @@ def test_a_run_of_its_own_cluster_is_placed_anew_on_another() -> None:
     assert (
         _before(given, nested({"cluster.address": "tcp://b:8786"}, "-p"))["ranks_per_worker"] == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("recorded", "change", "expected"),
+    [
+        ({"cluster_class": "a.B", "cluster_kwargs": {"n": 1}}, {"address": "tcp://a:1"}, {}),
+        ({"adapt_kwargs": {"maximum": 2}}, {"scheduler_file": "/s.json"}, {}),
+        ({"address": "tcp://a:1"}, {"address": "tcp://b:1"}, {}),
+        ({"address": "tcp://a:1"}, {"scheduler_file": "/s.json"}, {}),
+        ({"scheduler_file": "/s.json"}, {"cluster_class": "a.B"}, {}),
+        (
+            {"cluster_class": "a.B", "cluster_kwargs": {"n": 1}},
+            {"cluster_class": "a.C"},
+            {"cluster_kwargs": {"n": 1}},
+        ),
+    ],
+)
+def test_a_cluster_that_is_named_takes_the_place_of_the_recorded_one(
+    recorded: dict[str, Any], change: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """A run of a batch system's cluster couldn't be resumed on one that runs, nor the other way."""
+    whole = ClusterParams(**recorded).model_dump()  # a record has every value
+    before = _before(TrainParams(cluster=ClusterParams(**whole)), {"cluster": change})
+    made = checked_params({**before, **_over(before, {"cluster": change})})
+    assert made.cluster == ClusterParams(**change, **expected)
+
+
+def test_two_clusters_that_are_named_are_refused() -> None:
+    """Only what is on record gives way."""
+    changes = {"cluster": {"address": "tcp://a:1", "cluster_class": "a.B"}}
+    before = _before(TrainParams(), changes)
+    with pytest.raises(InvalidParamsError, match="names a running cluster"):
+        checked_params({**before, **_over(before, changes)})
+
+
+def test_a_secret_of_the_recorded_cluster_is_not_needed_on_another_one() -> None:
+    """What isn't on record of the cluster that gives way was asked for."""
+    assert {*_excluded({"cluster": {"address": "tcp://a:1"}})} >= {"cluster.cluster_kwargs"}
+    assert not {*_excluded({"cluster": {"address": None, "cluster_kwargs": {"n": 1}}})}
