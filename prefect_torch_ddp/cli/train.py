@@ -129,9 +129,9 @@ def resume(
     given_whole = [*_groups(parse_values(param, "-p"))]
     recorded, *_ = recorded_params(opened, run_id, replaced, given_whole)
     use_server()
-    from prefect_torch_ddp.tracking.resume import still_trains
+    from prefect_torch_ddp.tracking.resume import continues_in
 
-    if still_trains(record):
+    if continues_in(record) is not None:
         msg = f"run {run_id} still trains, is evaluated or waits for a retry; cancel it first"
         raise InvalidParamsError(msg)
     before = _before(recorded, changes)

@@ -8,8 +8,10 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
 from prefect.utilities.context import get_flow_run_id
 
 from prefect_torch_ddp.blocks import resolve_storage
@@ -18,11 +20,16 @@ from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.server import LOCAL_API
 from prefect_torch_ddp.storage.protocol import Storage
 
 FLOW_RUN = "flow-run:"
 """Before the id of a flow run that crashed, and whose training is to be continued or begun again;
 `deployments/resume_crashed.py` writes it."""
+STATE = """{"state": {"type": "CRASHED"}, "force": true}"""
+CLOSE = f"prefect api POST /flow_runs/%s/set_state --data '{STATE}'"
+"""Closes a flow run whose process is gone. Prefect's UI can only cancel one that hasn't ended, and
+nobody would notice that."""
 
 
 def resume_point(
@@ -44,8 +51,8 @@ def resume_point(
         found = _chosen(reference, own, earlier, params)
         words = "resume_from=%r: %s"
         none = (
-            f"{experiment} has no such run in {own.uri}, so this one starts from the beginning; to "
-            "continue a run of another flow, deployment or task, give its id"
+            f"{experiment} has no such run in {own.uri} that has ended, so this one starts from "
+            "the beginning; to continue a run of another flow, deployment or task, give its id"
         )
         said = found.uri if found else none
         get_run_logger().info(words, reference, said)
@@ -83,7 +90,8 @@ def _latest(
     Or what a newer one was to begin from, if it ended before its first checkpoint.
     """
     for record in takewhile(lambda each: not each.is_finished, earlier):
-        if still_trains(record):
+        if (flow_run := continues_in(record)) is not None:
+            _warn_of(record, flow_run, own)
             if record.state == "completed":  # it is evaluated
                 return None
             continue
@@ -121,8 +129,26 @@ def _crashed(
     return None if began_from is None else _chosen(began_from, own, earlier, params)
 
 
-def still_trains(record: RunRecord) -> bool:
-    """Whether a run continues in this very flow run, or in another that hasn't ended for Prefect.
+def _warn_of(record: RunRecord, flow_run: FlowRun, own: Storage) -> None:
+    """Say that a run is passed over, in case its process was killed; not of a task next to this."""
+    if flow_run.id != get_flow_run_id() and list_manifests(own, record.run_id):
+        get_run_logger().warning(
+            "resume_from='latest' passes over run %s, which has a checkpoint: %s, or start again "
+            "with resume_from=%r",
+            *(record.run_id, how_to_close(flow_run), record.run_id),
+        )
+
+
+def how_to_close(flow_run: FlowRun) -> str:
+    """Return what state a flow run is in, and how it ends if nobody is there to end it."""
+    state = f"its flow run {flow_run.id} is {flow_run.state_name} in Prefect"
+    # The commands find the local server by themselves, Prefect's doesn't.
+    at = f"PREFECT_API_URL={LOCAL_API} " if PREFECT_API_URL.value() == LOCAL_API else ""
+    return f"{state}. If its process was killed, run `{at}{CLOSE % flow_run.id}`"
+
+
+def continues_in(record: RunRecord) -> FlowRun | None:
+    """Return the flow run, this very one or another, in which a run continues; None if it's over.
 
     That is also one which was suspended: its record says cancelled, as the training did stop. Or
     one whose task, or whole flow, failed and waits for a retry. Or one that has trained and is
@@ -130,16 +156,22 @@ def still_trains(record: RunRecord) -> bool:
     resumed or retried, and its tasks have new ids.
     """
     if record.is_finished or record.flow_run_id is None:
-        return False
+        return None
     if record.state != "training" and record.flow_run_id == str(get_flow_run_id()):
-        return False
+        return None
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
-        state = client.read_flow_run(UUID(record.flow_run_id)).state
-        if state is None or state.is_final():
-            return False
-        # A flow may continue after one of its tasks has failed for good.
-        return record.state != "failed" or record.is_tried_again or state.is_scheduled()
-    return False
+        flow_run = client.read_flow_run(UUID(record.flow_run_id))
+        return flow_run if continues(record, flow_run) else None
+    return None
+
+
+def continues(record: RunRecord, flow_run: FlowRun) -> bool:
+    """Whether a run continues, as far as its record and its flow run tell."""
+    state = flow_run.state
+    if state is None or state.is_final():
+        return False
+    # A flow may continue after one of its tasks has failed for good.
+    return record.state != "failed" or record.is_tried_again or state.is_scheduled()
 
 
 def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> ResumePoint | None:

@@ -1,15 +1,19 @@
 """A killed flow is Crashed in Prefect, is resumed by `latest`, and leaves no temporary server."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.states import Cancelling
 
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.records.run_record import list_records
@@ -45,13 +49,13 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task, local_cluster
 from tests.workloads import hanging
 
-at = {"world_size": 1, "storage": sys.argv[1], "resume_from": sys.argv[3]}
+at = {"world_size": 1, "storage": sys.argv[1]}
 
 @ddp_task(**at)
 def before(ctx: RankContext) -> None: ...
 
-every_5 = CheckpointParams(every_s=None, every_steps=5)
-train = ddp_task(**at, checkpoint=every_5)(hanging.train_until_enough).with_options(name="train")
+at |= {"resume_from": sys.argv[3], "checkpoint": CheckpointParams(every_s=None, every_steps=5)}
+train = ddp_task(**at)(hanging.train_until_enough).with_options(name="train")
 cluster = {"cluster_class": local_cluster, "cluster_kwargs": {"n_workers": 1}}
 
 @flow(name="own", task_runner=DaskTaskRunner(**cluster))
@@ -79,8 +83,8 @@ def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
     wait_until(lambda: all_gone([server]))
 
 
-def own_flow_killed(folder: Path, *, with_watch: bool) -> tuple[UUID, str, int]:
-    """Kill a flow once it has a checkpoint, perhaps with its watch.
+def own_flow_killed(folder: Path, *, with_all: bool) -> tuple[UUID, str, int]:
+    """Kill a flow once it has a checkpoint, perhaps with all that it started, its watch included.
 
     Returns the ids of its flow run and of its training's run, and the last step that was saved.
     """
@@ -88,12 +92,18 @@ def own_flow_killed(folder: Path, *, with_watch: bool) -> tuple[UUID, str, int]:
     with own_flow(folder, "first") as process:
         wait_until(lambda: any((folder / "store").rglob("manifest.json")), what="a checkpoint")
         family = psutil.Process(process.pid).children(recursive=True)
-        (watch,) = (each for each in family if is_watch(each))  # one for both tasks
-        for each in (watch, process) if with_watch else (process,):
-            each.kill()
+        assert sum(map(is_watch, family)) == 1, "its two tasks have one watch"
+        process.kill()
+        for each in family if with_all else ():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     wait_until(lambda: all_gone(family))
-    (record,) = (each for each in list_records(store) if each.state == "training")
-    return newest_flow_run().id, record.run_id, list_manifests(store, record.run_id)[-1].step
+    ((run_id, saved),) = (
+        (record.run_id, found[-1].step)
+        for record in list_records(store)
+        if (found := list_manifests(store, record.run_id))
+    )
+    return newest_flow_run().id, run_id, saved
 
 
 @contextmanager
@@ -126,8 +136,31 @@ def is_watch(process: psutil.Process) -> bool:
 @pytest.mark.usefixtures("prefect_api")
 def test_latest_resumes_a_killed_flow_of_ones_own(tmp_path: Path) -> None:
     """It is Crashed. It stayed Running, so `latest` passed it over, for ever."""
-    killed, _, saved = own_flow_killed(tmp_path, with_watch=False)
+    killed, _, saved = own_flow_killed(tmp_path, with_all=False)
     states = {name: run.state_name for name, run in task_runs_of(killed).items()}
     assert states == {"train": "Crashed", "before": "Completed"}
     assert newest_flow_run().state_name == "Crashed"
     assert first_step(tmp_path, "second") == saved + 1
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api")
+def test_latest_warns_of_a_killed_flow_that_nobody_closed(tmp_path: Path) -> None:
+    """It trained from scratch, and said that there is no such run.
+
+    The warning names the run, which can be resumed by its id, and a command that closes its flow.
+    """
+    killed, run_id, saved = own_flow_killed(tmp_path, with_all=True)
+    assert first_step(tmp_path, "second") == 1
+    said = (tmp_path / "said").read_text()
+    (warned,) = (line for line in said.splitlines() if "passes over run" in line)
+    for words in (run_id, f"flow run {killed} is Running in Prefect", f"resume_from='{run_id}'"):
+        assert words in warned
+    assert "has no such run in" in said
+    assert first_step(tmp_path, "third", run_id) == saved + 1
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(killed).state_name == "Running"
+        client.set_flow_run_state(killed, Cancelling())  # nobody will notice
+        (command,) = re.findall("`(.+)`", warned)
+        subprocess.run(shlex.split(command), check=True, stdout=subprocess.DEVNULL)
+        assert client.read_flow_run(killed).state_name == "Crashed"
