@@ -129,10 +129,11 @@ def resume(
     given_whole = [*_groups(parse_values(param, "-p"))]
     recorded, *_ = recorded_params(opened, run_id, replaced, given_whole)
     use_server()
-    from prefect_torch_ddp.tracking.resume import continues_in
+    from prefect_torch_ddp.tracking.resume import continues_in, how_to_close
 
-    if continues_in(record) is not None:
-        msg = f"run {run_id} still trains, is evaluated or waits for a retry; cancel it first"
+    if (flow_run := continues_in(record)) is not None:
+        still = f"run {run_id} still trains, is evaluated or waits for a retry; cancel it first"
+        msg = f"{still}: {how_to_close(flow_run)}, and resume it again"
         raise InvalidParamsError(msg)
     before = _before(recorded, changes)
     given = {

@@ -5,6 +5,7 @@ import fcntl
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.states import Running
 
-from prefect_torch_ddp import list_runs
+from prefect_torch_ddp import DirectoryStorage, list_runs
+from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.server import is_prefect
+from tests.support.pages import RECORD
 from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import torchrun_script
@@ -260,3 +266,23 @@ def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None
         if pid_file.exists():
             os.kill(int(pid_file.read_text()), signal.SIGTERM)
             wait_until(lambda: not is_prefect(api), HANG_S)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_killed_run_that_nobody_closed_says_how_to_resume_it(tmp_path: Path) -> None:
+    """`resume` said only to cancel it, which nobody would have noticed.
+
+    The command that it names closes the flow run; then the run is resumed, here into a refusal of
+    its workload, which isn't there.
+    """
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(Flow(print, name="killed"), state=Running())
+    killed = RECORD.model_copy(update={"flow_run_id": str(flow_run.id), "state": "training"})
+    parameters = {"workload": "not.there", "storage": str(tmp_path)}
+    write_record(DirectoryStorage(tmp_path), killed.model_copy(update={"parameters": parameters}))
+    at = ["--storage", str(tmp_path)]
+    _, refused = typed(tmp_path, "resume", killed.run_id, *at, status=2)
+    assert f"its flow run {flow_run.id} is Running in Prefect" in refused
+    (command,) = re.findall("`(.+)`", refused)
+    subprocess.run(shlex.split(command), check=True, stdout=subprocess.DEVNULL, timeout=LIMIT_S)
+    assert "not.there" in typed(tmp_path, "resume", killed.run_id, *at, status=2)[1]
