@@ -12,6 +12,7 @@ from uuid import UUID
 
 import psutil
 import pytest
+from distributed import LocalCluster
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelling
 
@@ -22,6 +23,8 @@ from tests.integration.tasks.test_cancel import flow_process
 from tests.support.gangs import all_gone
 from tests.support.runs import newest_flow_run, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
+
+pytestmark = pytest.mark.timeout(600)
 
 FLOW = """
 from uuid import UUID
@@ -57,6 +60,8 @@ def before(ctx: RankContext) -> None: ...
 at |= {"resume_from": sys.argv[3], "checkpoint": CheckpointParams(every_s=None, every_steps=5)}
 train = ddp_task(**at)(hanging.train_until_enough).with_options(name="train")
 cluster = {"cluster_class": local_cluster, "cluster_kwargs": {"n_workers": 1}}
+if sys.argv[4:]:
+    cluster = {"address": sys.argv[4]}
 
 @flow(name="own", task_runner=DaskTaskRunner(**cluster))
 def own(folder: str) -> None:
@@ -83,14 +88,14 @@ def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
     wait_until(lambda: all_gone([server]))
 
 
-def own_flow_killed(folder: Path, *, with_all: bool) -> tuple[UUID, str, int]:
+def own_flow_killed(folder: Path, *address: str, with_all: bool = False) -> tuple[UUID, str, int]:
     """Kill a flow once it has a checkpoint, perhaps with all that it started, its watch included.
 
     Returns the ids of its flow run and of its training's run, and the last step that was saved.
     """
     store = DirectoryStorage(folder / "store")
-    with own_flow(folder, "first") as process:
-        wait_until(lambda: any((folder / "store").rglob("manifest.json")), what="a checkpoint")
+    with own_flow(folder, "first", "latest", *address) as process:
+        wait_until(lambda: any((folder / "store").rglob("manifest.json")), 200, "a checkpoint")
         family = psutil.Process(process.pid).children(recursive=True)
         assert sum(map(is_watch, family)) == 1, "its two tasks have one watch"
         process.kill()
@@ -108,11 +113,11 @@ def own_flow_killed(folder: Path, *, with_all: bool) -> tuple[UUID, str, int]:
 
 @contextmanager
 def own_flow(
-    folder: Path, name: str, reference: str = "latest"
+    folder: Path, name: str, reference: str, *address: str
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run the flow of one's own, which writes where it is into the folder of this name."""
     (folder / name).mkdir()
-    given = str(folder / "store"), str(folder / name), reference
+    given = str(folder / "store"), str(folder / name), reference, *address
     with flow_process(folder, *given, text=OWN_FLOW) as process:
         yield process
 
@@ -120,7 +125,7 @@ def own_flow(
 def first_step(folder: Path, name: str, reference: str = "latest") -> int:
     """Run that flow from what the reference names; return the step that it begins with."""
     with own_flow(folder, name, reference) as process:
-        wait_until(lambda: any((folder / name).glob("1-0-from-*")), what="its training")
+        wait_until(lambda: any((folder / name).glob("1-0-from-*")), 200, "its training")
         (folder / name / "enough").touch()
         assert process.wait(HANG_S) == 0
     (found,) = (folder / name).glob("1-0-from-*")
@@ -136,11 +141,29 @@ def is_watch(process: psutil.Process) -> bool:
 @pytest.mark.usefixtures("prefect_api")
 def test_latest_resumes_a_killed_flow_of_ones_own(tmp_path: Path) -> None:
     """It is Crashed. It stayed Running, so `latest` passed it over, for ever."""
-    killed, _, saved = own_flow_killed(tmp_path, with_all=False)
-    states = {name: run.state_name for name, run in task_runs_of(killed).items()}
-    assert states == {"train": "Crashed", "before": "Completed"}
-    assert newest_flow_run().state_name == "Crashed"
+    killed, _, saved = own_flow_killed(tmp_path)
+    check_closed(killed, train="Crashed")
     assert first_step(tmp_path, "second") == saved + 1
+
+
+@pytest.mark.long
+@pytest.mark.more
+@pytest.mark.usefixtures("prefect_api")
+def test_latest_resumes_a_killed_flow_of_ones_own_beside_a_cluster_of_others(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """There its training has the time to stop with a checkpoint, and is Cancelled."""
+    killed, _, saved = own_flow_killed(tmp_path, dask_cluster.scheduler_address)
+    check_closed(killed, train="Cancelled")
+    assert first_step(tmp_path, "second") == saved + 1
+
+
+def check_closed(killed: UUID, train: str) -> None:
+    """Expect that a killed flow is Crashed, that its training is in a state, and the rest as it
+    was."""
+    states = {name: run.state_name for name, run in task_runs_of(killed).items()}
+    assert states == {"train": train, "before": "Completed"}
+    assert newest_flow_run().state_name == "Crashed"
 
 
 @pytest.mark.long
