@@ -125,7 +125,7 @@ def _run(run: Run) -> TrainReport:
                 training = _resubmitted(RESUMED, train_now, params, run, dataset)
             with failure_published(run):
                 checkpoint = chosen_checkpoint(run, training)
-                scored = run, checkpoint, training.world_size
+                scored = run, checkpoint, training.world_size, training.attempt
                 evaluation = _resubmitted(EVALUATED_AGAIN, evaluate, params, *scored)
                 found = run, dataset, training, evaluation, checkpoint
                 report: TrainReport

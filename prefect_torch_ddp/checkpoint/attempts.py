@@ -1,7 +1,7 @@
 """Attempts of a run: the claim that fences older ones off, where each resumed, and its files.
 
 Those are its record if it failed, and what `ctx.save` wrote to its results: each attempt has
-its own, so that a late one can't replace a newer one's.
+its own, so that a late one can't replace a newer one's. So has each step that is evaluated again.
 """
 
 import logging
@@ -19,6 +19,8 @@ from prefect_torch_ddp.checkpoint.keys import (
     attempt_key,
     attempts_prefix,
     ended_key,
+    evaluation_folder,
+    results_prefix,
     resume_key,
 )
 from prefect_torch_ddp.errors import (
@@ -43,7 +45,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 
 LOOK_S = 30.0
 """For how long other hosts look for what one wrote: a network's folder may show it late."""
-_FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
+_FAILURES = "runs/{}/failures/"
 
 logger = logging.getLogger(__name__)
 
@@ -239,35 +241,53 @@ def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
     return sorted(found, key=lambda record: record.attempt)
 
 
-def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: object) -> None:
-    """Write a file to an attempt's results; see `RankContext.save`."""
+def write_result(storage: Storage, run_id: str, folder: str, path: str, data: object) -> None:
+    """Write a file to a folder of a run's results, such as an attempt's; see `RankContext.save`."""
     check_key(path)
     content = data.encode() if isinstance(data, str) else data
     if not isinstance(content, bytes | bytearray | memoryview):
         given = f"ctx.save({path!r}) was given a {type(data).__name__}"
         msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
         raise InvalidParamsError(msg)
-    storage.write(f"{_RESULTS.format(run_id)}{attempt:06d}/{path}", bytes(content))
+    storage.write(f"{results_prefix(run_id)}{folder}/{path}", bytes(content))
 
 
-def read_result(storage: Storage, run_id: str, path: str) -> bytes:
-    """Return a file as the newest attempt that saved it left it.
+def read_result(
+    storage: Storage, run_id: str, path: str, evaluated_step: int | None = None
+) -> bytes:
+    """Return a file as the newest attempt that saved it left it, or as `evaluate_flow` did.
+
+    Args:
+        storage: of the run.
+        run_id: of the run.
+        path: as it was saved.
+        evaluated_step: of the checkpoint that `evaluate_flow` evaluated; None: of the run itself.
 
     Raises:
         BadKeyError: the path would leave the results.
-        ObjectNotFoundError: no attempt saved it; names those files that there are.
+        ObjectNotFoundError: nobody saved it; names those files that there are.
         StorageError: it can't be read.
     """
     check_key(path)
-    prefix, keys, names = _RESULTS.format(run_id), {}, set()
-    for found in storage.list(prefix):
-        attempt, _, name = found.key.removeprefix(prefix).partition("/")
-        if attempt.isdecimal() and name:
-            names.add(name)
-            if name == path:
-                keys[int(attempt)] = found.key
-    if not keys:
-        there = ", ".join(sorted(names)) or "none"
-        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {there}"
+    prefix, who = results_prefix(run_id), f"run {run_id} saved no {path}"
+    if evaluated_step is None:
+        keys = _newest_files(storage, prefix)
+    else:
+        prefix += f"{evaluation_folder(evaluated_step)}/"
+        who = f"evaluate_flow saved no {path} for step {evaluated_step} of run {run_id}"
+        keys = {found.key.removeprefix(prefix): found.key for found in storage.list(prefix)}
+    if path not in keys:
+        there = ", ".join(sorted(keys)) or "none"
+        msg = f"{who} in {storage.uri}; its files are: {there}"
         raise ObjectNotFoundError(msg)
-    return storage.read(keys[max(keys)])
+    return storage.read(keys[path])
+
+
+def _newest_files(storage: Storage, prefix: str) -> dict[str, str]:
+    """Return the key of each path that attempts saved, of the newest attempt that did."""
+    found = []
+    for each in storage.list(prefix):
+        attempt, _, path = each.key.removeprefix(prefix).partition("/")
+        if attempt.isdecimal() and path:
+            found.append((int(attempt), path, each.key))
+    return {path: key for _, path, key in sorted(found)}

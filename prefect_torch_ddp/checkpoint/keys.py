@@ -49,6 +49,21 @@ def models_prefix(run_id: str, attempt: int) -> str:
     return f"runs/{run_id}/models/{attempt:06d}/"
 
 
+def results_prefix(run_id: str) -> str:
+    """Return where files are that the user's code saved."""
+    return f"runs/{run_id}/results/"
+
+
+def attempt_folder(attempt: int) -> str:
+    """Return where an attempt's files are among a run's results."""
+    return f"{attempt:06d}"
+
+
+def evaluation_folder(step: int) -> str:
+    """Return where evaluations of a step's checkpoint are, among a run's logs and its results."""
+    return f"evaluate/step-{step:08d}"
+
+
 def checkpoints_prefix(run_id: str) -> str:
     """Return where a run's checkpoints are."""
     return f"runs/{run_id}/checkpoints/"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from prefect_torch_ddp.checkpoint.keys import attempt_folder
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.results import DatasetReport
@@ -31,6 +32,8 @@ class RankConfig:
     """Where to take the first checkpoint from when this run has none of its own."""
     restore: ResumePoint | None = None
     """In the evaluate stage: the checkpoint to restore; None: the run's newest."""
+    results: str | None = None
+    """The folder of an evaluation's files among the run's results; None: the attempt's."""
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
     determinism: Determinism = "default"
@@ -45,6 +48,11 @@ class RankConfig:
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""
         check_virtual_ranks(self.determinism, self.virtual_ranks)
+
+    @property
+    def results_folder(self) -> str:
+        """Where ctx.save writes to among the run's results."""
+        return self.results or attempt_folder(self.attempt)
 
     @property
     def trains(self) -> bool:

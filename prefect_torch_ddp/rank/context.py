@@ -656,7 +656,8 @@ class RankContext:
     def save(self, path: str, data: bytes | str) -> None:
         """Write a file to the run's results, at once. `read_result` reads it.
 
-        Each attempt has its own files: `runs/<run id>/results/<attempt>/<path>`.
+        Each attempt has its own files: `runs/<run id>/results/<attempt>/<path>`. So does each step
+        that `evaluate_flow` evaluates: `runs/<run id>/results/evaluate/step-00000400/<path>`.
 
         Args:
             path: a relative path with forward slashes. If several ranks write the same path, the
@@ -669,10 +670,10 @@ class RankContext:
             SupersededError: a newer attempt of this run has begun.
             StorageError: it can't be written.
         """
-        run = (self.config.storage, self.run_id, self.attempt)
+        run = self.config.storage, self.run_id
         if self.config.trains:  # the others claim no attempt, so that none can supersede them
-            refuse_superseded(*run)
-        write_result(*run, path, data)
+            refuse_superseded(*run, self.attempt)
+        write_result(*run, self.config.results_folder, path, data)
 
     def close(self, *, failed: bool = False) -> None:
         """Write the last checkpoint and pending metrics. A second call has no effect.

@@ -3,7 +3,7 @@
 from prefect import task
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.checkpoint.keys import CheckpointId
+from prefect_torch_ddp.checkpoint.keys import CheckpointId, attempt_folder, evaluation_folder
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary, values_in_words
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
@@ -31,22 +31,28 @@ def chosen_checkpoint(run: Run, training: TrainingSummary) -> CheckpointRef:
 
 
 @task(name="evaluate")
-def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
+def evaluate(
+    run: Run, checkpoint: CheckpointRef, world_size: int, attempt: int | None = None
+) -> Report:
     """Run the workload's `evaluate` on a gang with a checkpoint's weights; exact on every rank.
 
     Args:
         run: what was chosen.
         checkpoint: whose weights.
         world_size: how many ranks the training ended with; no others are waited for.
+        attempt: the one with which the training ended, if this is the evaluation that is
+            published: what it saves is then the run's. None: it saves to its own folder.
     """
-    return or_cancelled(_evaluate, run, checkpoint, world_size)
+    return or_cancelled(_evaluate, run, checkpoint, world_size, attempt)
 
 
-def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
+def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int, attempt: int | None) -> Report:
     chosen = CheckpointId(checkpoint.step, checkpoint.attempt)
-    config = run.rank_config("evaluate", checkpoint.attempt, restore=chosen)
-    logs = f"logs/evaluate/step-{checkpoint.step:08d}"
-    report = Report.model_validate(run_stage(run, config, world_size, logs))
+    folder = evaluation_folder(checkpoint.step)
+    # A best checkpoint may be of an attempt before the last: read_result reads the newest's files.
+    results = folder if attempt is None else attempt_folder(attempt)
+    config = run.rank_config("evaluate", checkpoint.attempt, chosen, results)
+    report = Report.model_validate(run_stage(run, config, world_size, f"logs/{folder}"))
     words = "evaluated step %d on %d samples: %s"
     found = values_in_words(report.scores) or "no score"
     get_run_logger().info(words, checkpoint.step, report.num_samples, found)

@@ -130,9 +130,20 @@ class Run:
         return self.in_place or find_dataset(self.storage, self.dataset_id)
 
     def rank_config(
-        self, stage: Stage, attempt: int, restore: CheckpointId | None = None
+        self,
+        stage: Stage,
+        attempt: int,
+        restore: CheckpointId | None = None,
+        results: str | None = None,
     ) -> RankConfig:
-        """Describe the context of one stage's ranks, of an evaluation with what it restores."""
+        """Describe the context of one stage's ranks.
+
+        Args:
+            stage: which one.
+            attempt: of the run.
+            restore: the checkpoint that an evaluation restores.
+            results: where an evaluation saves its files.
+        """
         params = self.params
         config = partial(
             rank_config, params, self.run_id, attempt, stage, self.storage, source=self.source
@@ -147,6 +158,7 @@ class Run:
             options={**params.data_options, **params.options},
             resume_from=self.resume_from if stage == "train" else None,
             restore=restore and ResumePoint(self.storage, self.run_id, *restore),
+            results=results,
             evaluate_on=params.evaluate_on,
         )
 

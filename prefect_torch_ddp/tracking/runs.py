@@ -221,19 +221,24 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
 
 
 @exported_by("prefect_torch_ddp")
-def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
+def read_result(
+    storage: Storage | str | Path, run_id: str, path: str, *, evaluated_step: int | None = None
+) -> bytes:
     """Return a file that `ctx.save(path, data)` wrote, as the newest attempt left it.
 
-    It can be read while the run trains.
+    It can be read while the run trains. What `evaluate_flow` saves is kept apart: it replaces no
+    file of the run.
 
     Args:
         storage: where the run is, as for `read_metrics`.
         run_id: the name of its folder below `runs`.
         path: the path that was passed to `ctx.save`.
+        evaluated_step: the step of a checkpoint that `evaluate_flow` evaluated: then the file that
+            this evaluation saved, or the newest one of that step. None: a file of the run.
 
     Raises:
         BadKeyError: the path leads outside of the results.
-        ObjectNotFoundError: no attempt saved it. The message names the files that exist.
+        ObjectNotFoundError: nobody saved it. The message names the files that exist.
         StorageError: the storage can't be read.
 
     Example:
@@ -243,7 +248,7 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
 
             print(read_result("runs", run_id, "predictions.csv").decode())
     """
-    return attempts.read_result(storage_of(storage), run_id, path)
+    return attempts.read_result(storage_of(storage), run_id, path, evaluated_step)
 
 
 def _refuse_unknown(where: Storage, run_id: str) -> None:
