@@ -28,7 +28,7 @@ class RunEvents:
     """Tells Prefect's bus what happens in a training; made in the task that trains.
 
     `resource` is the run, `prefect-torch-ddp.run.<run id>`; the flow run and the task run are
-    related. Not for several threads.
+    related. For several threads: events reach the bus in the order in which they were emitted.
     """
 
     def __init__(self, run_id: str, experiment: str, workload: str) -> None:
@@ -49,25 +49,29 @@ class RunEvents:
         self._has_failed = False
         self._held: dict[str, dict[str, Any]] = {}
         self._next_s: dict[str, float] = {}
+        # Also held while an event is sent, for the order; Prefect only puts it into a queue.
+        self._lock = threading.RLock()
 
     def emit(self, name: str, **payload: Any) -> None:
         """Send an event, now or when its kind is due again; costs a fraction of a millisecond."""
-        if name in INTERVAL_S:
-            self._held[name] = payload
-            self.send_due()
-        else:
-            self.send_due(all_held=True)  # in the order in which things happened
-            self._send(name, payload)
+        with self._lock:
+            if name in INTERVAL_S:
+                self._held[name] = payload
+                self.send_due()
+            else:
+                self.send_due(all_held=True)  # in the order in which things happened
+                self._send(name, payload)
 
     def send_due(self, *, all_held: bool = False) -> None:
         """Send what was held back, if it is due."""
         if not self._held:
             return
-        now_s = time.monotonic()
-        for name in list(self._held):
-            if all_held or now_s >= self._next_s.get(name, 0.0):
-                self._next_s[name] = now_s + INTERVAL_S[name]
-                self._send(name, self._held.pop(name))
+        with self._lock:
+            now_s = time.monotonic()
+            for name in list(self._held):
+                if all_held or now_s >= self._next_s.get(name, 0.0):
+                    self._next_s[name] = now_s + INTERVAL_S[name]
+                    self._send(name, self._held.pop(name))
 
     def emit_end(self, record: RunRecord, report: str = "", **at: Any) -> None:
         """Tell how a run ended.
