@@ -4,6 +4,7 @@
 """
 
 import fcntl
+import http.client
 import json
 import os
 import socket
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -161,7 +161,8 @@ def is_prefect(api: str) -> bool:
         # Http, from LOCAL_API or the settings.
         with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=5) as answer:  # noqa: S310
             return json.load(answer) is True
-    except (OSError, ValueError, urllib.error.URLError):
+    # HTTPException: what answers doesn't speak HTTP, or the port is no number.
+    except (OSError, ValueError, http.client.HTTPException):
         return False
 
 
