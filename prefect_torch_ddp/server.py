@@ -60,16 +60,20 @@ def find_or_start_server() -> str:
     if configured:
         # Only Prefect has the certificates and keys that https may need.
         if urlsplit(configured).scheme == "http" and not is_prefect(configured):
-            msg = (
-                f"PREFECT_API_URL is {configured}, but no Prefect server answers there: "
-                "start it, or unset PREFECT_API_URL"
-            )
-            raise ServerError(msg)
+            raise ServerError(none_at(configured))
         return configured
     if not is_prefect(LOCAL_API):
         _start_server(PREFECT_HOME.value())
     refuse_strangers_server(urlsplit(LOCAL_API).port)
     return LOCAL_API
+
+
+def none_at(api: str) -> str:
+    """Say that no Prefect server answers at the configured address, and what to do."""
+    return (
+        f"PREFECT_API_URL is {api}, but no Prefect server answers there: start it, correct the "
+        "address, which ends in /api, or unset PREFECT_API_URL"
+    )
 
 
 def refuse_strangers_server(
@@ -138,6 +142,7 @@ def forgets_leases() -> bool:
 
     Raises:
         httpx.HTTPError: the server doesn't answer.
+        httpx.InvalidURL, ValueError: the address is none, or what answers there isn't Prefect.
     """
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - it takes a second
     from prefect.exceptions import PrefectHTTPStatusError  # noqa: PLC0415
@@ -151,6 +156,9 @@ def forgets_leases() -> bool:
             told = client.request("GET", "/admin/settings").json()
         except PrefectHTTPStatusError:
             return False
+    if not isinstance(told, dict):
+        msg = "its settings are no JSON object"
+        raise ValueError(msg)  # noqa: TRY004 - as if it were no JSON
     found = told.get("server", {}).get("concurrency", {}).get("lease_storage")
     return bool(found == LEASES_IN_MEMORY)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
@@ -26,7 +27,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
 from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
-from prefect_torch_ddp.server import LEASES_IN, LEASES_IN_FILES, forgets_leases
+from prefect_torch_ddp.server import LEASES_IN, LEASES_IN_FILES, forgets_leases, is_prefect, none_at
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
@@ -183,19 +184,28 @@ class Doctor:
         self.console.print(f"{words % (storage.uri, *speeds)} MiB/s")
 
     def server(self) -> None:
-        """Check that a restart of the configured Prefect server, if any, costs no deployed run."""
-        if not PREFECT_API_URL.value():
+        """Check that the configured Prefect server, if any, is one, and survives a restart."""
+        api = PREFECT_API_URL.value()
+        if not api:
             return
         try:
-            if forgets_leases():
-                text = (
-                    "a restart of the Prefect server would crash deployed runs with a concurrency "
-                    f"limit, whose leases it keeps in memory: start it with {LEASES_IN}="
-                    f"{LEASES_IN_FILES}"
-                )
-                self.console.print(text, style="yellow", soft_wrap=True)
+            forgets = forgets_leases()
+            # Only Prefect has the certificates and keys that https may need.
+            is_there = urlsplit(api).scheme != "http" or is_prefect(api)
         except httpx.HTTPError as error:
             self.untried.append(f"the Prefect server of PREFECT_API_URL: {error}")
+            return
+        except (httpx.InvalidURL, ValueError):
+            forgets = is_there = False
+        if not is_there:
+            self.problems.append(none_at(api))
+        elif forgets:
+            text = (
+                "a restart of the Prefect server would crash deployed runs with a concurrency "
+                f"limit, whose leases it keeps in memory: start it with {LEASES_IN}="
+                f"{LEASES_IN_FILES}"
+            )
+            self.console.print(text, style="yellow", soft_wrap=True)
 
 
 def _described(worker: WorkerIdentity, has: WorkerFacts, hosts: Mapping[str, str]) -> str:
@@ -238,7 +248,8 @@ def examine(
 ) -> int:
     """Check a cluster and a storage; return 1 if there is a problem, else 0.
 
-    Of a configured Prefect server it says whether a restart would cost deployed runs.
+    Of a configured Prefect server it says whether there is one, and whether a restart would cost
+    deployed runs.
 
     Args:
         cluster: address of a Dask scheduler; None: a local cluster is started.
