@@ -32,8 +32,8 @@ STATUS = {
     "failed": "FAILED",
     "cancelled": "KILLED",
 }
-MAX_PARAMS, MAX_PARAM = 100, 6000
-"""Of a request, and the characters of one."""
+MAX_PARAMS, MAX_NAME, MAX_PARAM = 100, 250, 6000
+"""Of a request, and the characters of one's name and value."""
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
 """In names of MLflow's metrics and parameters."""
 
@@ -199,8 +199,22 @@ def _plain(name: str) -> str:
 
 
 def _params(record: RunRecord) -> Iterator[tuple[str, str]]:
-    for name, value in flat(given(record)):
-        yield _plain(name)[:250], str(value)[:MAX_PARAM]
+    """Yield names, each once, and values: MLflow refuses all if two have one name."""
+    # In an order that each sync has: those that keep their names come first.
+    pairs = sorted(flat(given(record)), key=lambda each: (_short(each[0]) != each[0], each[0]))
+    taken, numbers = set[str](), dict[str, int]()
+    for name, value in pairs:
+        unique = short = _short(name)
+        while unique in taken:
+            numbers[short] = numbers.get(short, 1) + 1
+            end = f".{numbers[short]}"
+            unique = f"{short[: MAX_NAME - len(end)]}{end}"
+        taken.add(unique)
+        yield unique, str(value)[:MAX_PARAM]
+
+
+def _short(name: str) -> str:
+    return _plain(name)[:MAX_NAME]
 
 
 def _tags(record: RunRecord) -> dict[str, str]:

@@ -201,3 +201,31 @@ def test_a_run_is_followed_until_it_has_completed(server: MlflowServer, tmp_path
             follower.kill()
     (run,) = json.loads(server.run("-c", SERIES, "followed"))[1]
     assert run[1] == "FINISHED"
+
+
+def test_parameters_that_mlflow_would_call_the_same_are_told_apart(
+    server: MlflowServer, tmp_path: Path
+) -> None:
+    """It refuses a batch with two of one name, and with it all that comes later: the status, for
+    example. A second sync sends the same."""
+    storage = DirectoryStorage(tmp_path)
+    long = "x" * 300
+    options = {"vocab": {"<": 0, ">": 1, "_": 2}, f"{long}a": 3, f"{long}b": 4}
+    done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": 1, "options": options}
+    record = record_of(storage, "signs").model_copy(update=done)
+    write_record(storage, record)
+    sync = ["-m", "prefect_torch_ddp", "sync", RUN, "--tracker", "mlflow", "--storage"]
+    for _ in range(2):
+        server.run(*sync, str(tmp_path))
+        (run,) = json.loads(server.run("-c", SERIES, "signs"))[1]
+        assert run[1] == "FINISHED"
+        short = f"options.{long}"[:250]
+        assert run[3] == {
+            "world_size": "2",
+            "seed": "0",
+            "options.vocab._": "2",
+            "options.vocab._.2": "0",
+            "options.vocab._.3": "1",
+            short: "3",
+            f"{short[:248]}.2": "4",
+        }

@@ -231,6 +231,27 @@ def test_mlflow_names_that_would_be_the_same_are_refused() -> None:
         series_names("MLflow", ["acc@1", "acc#1"], plain)
 
 
+def test_mlflow_parameters_that_would_be_the_same_are_told_apart() -> None:
+    """A name that needs no change is kept; the others are numbered, in the same order at each
+    sync. MLflow refused them, and with them all parameters of the run."""
+    long = "x" * 300
+    table = {"<": 0, ">": 1, "_": 2, "_.2": 3}
+    values = {"table": table, f"{long}a": 4, f"{long}b": 5}
+    names = {
+        "options.table._": "2",
+        "options.table._.2": "3",
+        "options.table._.3": "0",
+        "options.table._.4": "1",
+        f"options.{long}"[:250]: "4",
+        f"options.{long}"[:248] + ".2": "5",
+    }
+    backwards = {**dict(reversed(values.items())), "table": dict(reversed(table.items()))}
+    for options in (values, backwards):
+        run = RunRecord(**ABOUT, began=BEGAN, options=options)
+        found = dict(mlflow_tracker._params(run))
+        assert {name: found[name] for name in found if name.startswith("options.")} == names
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [("/loss", "_loss"), ("loss/", "loss_"), ("a//b", "a__b"), ("", "_"), ("../b", "___b")],
