@@ -49,6 +49,8 @@ class ReportFile:
         self.uri = f"{self._root}{self._key}"
         self._storage, self._view = storage, view
         self._is_written = False
+        self._is_given_up = False
+        """A newer report may be written from now on: this one begins no further page."""
         self._trouble = f"the storage hasn't taken it for {TIMEOUT_S:.0f} s"
         self._thread = threading.Thread(target=self._write, name="report-file", daemon=True)
 
@@ -60,6 +62,7 @@ class ReportFile:
     def join(self) -> str:
         """Wait until it is written; return what went wrong, or nothing."""
         self._thread.join(TIMEOUT_S)
+        self._is_given_up = not self._is_written
         return "" if self._is_written else self._trouble
 
     def _write(self) -> None:
@@ -76,4 +79,6 @@ class ReportFile:
             self._trouble = f"{type(error).__name__}: {error}"
 
     def _put(self, key: str, page: str, title: str) -> None:
-        self._storage.write(key, render_document(page, title).encode())
+        content = render_document(page, title).encode()
+        if not self._is_given_up:
+            self._storage.write(key, content)
