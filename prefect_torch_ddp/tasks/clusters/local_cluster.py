@@ -8,6 +8,7 @@ import os
 import pickle
 import socket
 import sys
+import time
 from typing import Any
 
 import cloudpickle
@@ -17,6 +18,7 @@ from dask.system import CPU_COUNT
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
+from prefect_torch_ddp.gang.liveness import TURN_S, liveness_timeout_s
 from prefect_torch_ddp.gang.warm import PRELOAD
 from prefect_torch_ddp.gang.worker import nanny
 from prefect_torch_ddp.lazy import exported_by
@@ -228,6 +230,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     with dask.config.set(nanny.QUIET | LOCKS):
         cluster = RunCluster(**{**defaults, **kwargs})
         _slow_heartbeats(cluster.scheduler)
+        _restart_only_silent(cluster.scheduler)
         return cluster
 
 
@@ -240,3 +243,29 @@ def _slow_heartbeats(scheduler: Any) -> None:
         return {**answer(**heartbeat), "heartbeat-interval": HEARTBEAT_S}
 
     scheduler.handlers["heartbeat_worker"] = answer_slowly
+
+
+def _restart_only_silent(scheduler: Any) -> None:
+    # Dask restarts workers whose last heartbeat is older than its worker-ttl. After a sleep, as of
+    # a laptop, its timer runs before it reads the heartbeats, and would find all of them old.
+    timer = scheduler.periodic_callbacks.get("worker-ttl")
+    if timer is None:  # the user has switched it off
+        return
+    check = timer.callback
+
+    async def check_once_heard() -> None:
+        await _awake_for(max(liveness_timeout_s(), 2 * HEARTBEAT_S))
+        await check()
+
+    timer.callback = check_once_heard
+
+
+async def _awake_for(seconds: float) -> None:
+    """Wait until this process has run for so long since its last stop."""
+    began_s = looked_s = time.time()  # Dask's clock, which also counts the machine's sleep
+    while looked_s - began_s < seconds:
+        await asyncio.sleep(1.0)
+        now_s = time.time()
+        if not 0 <= now_s - looked_s <= TURN_S:
+            began_s = now_s
+        looked_s = now_s

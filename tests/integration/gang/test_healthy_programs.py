@@ -1,6 +1,7 @@
 """Watches let healthy programs live that look like hangs, and stacks tell them apart."""
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from prefect_torch_ddp import GangHungError, run_gang
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.datasets.dataset_store import staged
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
-from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
-from tests.support.waiting import wait_until
+from tests.support.gangs import RUN_WITH_CONTEXT, all_gone, own_cluster
+from tests.support.waiting import HANG_S, wait_until
 from tests.unit.data.tables.parquet_files import numbered
 from tests.workloads import hanging, patient
 
@@ -211,3 +212,53 @@ def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
             each.send_signal(signal.SIGCONT)
         said, _ = caller.communicate(timeout=120)
     assert "ended well" in said
+
+
+LONG_SLEEP = """
+import os, sys
+from distributed import Client
+from prefect_torch_ddp import local_cluster
+
+if __name__ == "__main__":
+    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
+        print(*client.run(os.getpid).values(), flush=True)
+        sys.stdin.read()
+"""
+TTL_S = 8
+"""A worker whose last heartbeat is older is restarted by Dask, which looks as often."""
+
+
+@pytest.mark.long
+def test_the_workers_of_a_local_cluster_outlive_a_long_sleep(tmp_path: Path) -> None:
+    """After a sleep that is longer than Dask's worker-ttl, only a silent worker is restarted.
+
+    Dask restarted all workers at once: its timer ran before it read their heartbeats.
+    """
+    (tmp_path / "sleepy.py").write_text(LONG_SLEEP)
+    given = {
+        "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": f"{TTL_S} s",
+        "DASK_PREFECT_TORCH_DDP__LIVENESS_TIMEOUT_S": "1",
+    }
+    pipe = subprocess.PIPE
+    command = [sys.executable, tmp_path / "sleepy.py"]
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=os.environ | given
+    ) as caller:
+        try:
+            assert caller.stdout is not None
+            healthy, silent = (psutil.Process(int(pid)) for pid in caller.stdout.readline().split())
+            everything = psutil.Process(caller.pid)
+            processes = [everything, *everything.children(recursive=True)]
+            for each in processes:
+                each.send_signal(signal.SIGSTOP)
+            time.sleep(TTL_S + 2.0)  # it is what is tested
+            for each in processes:
+                if each != silent:
+                    each.send_signal(signal.SIGCONT)
+            wait_until(lambda: all_gone([silent]))
+            assert not all_gone([healthy])
+        except BaseException:
+            caller.kill()
+            raise
+        caller.communicate(timeout=HANG_S)
+    assert caller.returncode == 0
