@@ -35,10 +35,24 @@ STORAGE_QUIET_S = 3.0
 """How long a storage may take before a message says what it delays."""
 STORAGE_LIMIT_S = 30.0
 """How long it may take in all; what isn't written by then is dropped."""
+STAYS_POLL_S = 0.5
 UNWANTED = "the cancellation or end of its flow or Dask client"
 """Why a task ends of which Dask says only that nobody wants it any more."""
 
 R = TypeVar("R")
+
+
+class _Seen(threading.local):
+    """What the watch of this thread's Dask task has seen: whether its worker was to leave.
+
+    Dask may keep a worker that it was about to retire: its values find no other place.
+    """
+
+    leaving: object = None
+    """The task's key if it was."""
+
+
+_SEEN = _Seen()
 
 
 def liveness_timeout_s() -> float:
@@ -125,9 +139,24 @@ def _own_worker() -> Worker | None:
 
 
 def own_worker_leaves() -> bool:
-    """Whether the Dask worker whose task this is, if any, is on its way out."""
+    """Whether the Dask worker whose task this is, if any, is on its way out.
+
+    Also if it stays after all, but the task's watch had seen that it was to leave.
+    """
+    worker, key = _own_worker(), getattr(thread_state, "key", None)
+    return worker is not None and (is_closing(worker) or _SEEN.leaving == key is not None)
+
+
+def wait_until_own_worker_stays() -> bool:
+    """Wait while the worker of this thread's task is on its way out, for ever if it goes.
+
+    Returns whether the task, now that the worker stays, is still wanted.
+    """
     worker = _own_worker()
-    return worker is not None and is_closing(worker)
+    while worker is not None and is_closing(worker):
+        time.sleep(STAYS_POLL_S)
+    _SEEN.leaving = None
+    return not own_task_watch()()
 
 
 def own_task_watch() -> Callable[[], str]:
@@ -138,6 +167,7 @@ def own_task_watch() -> Callable[[], str]:
 
     def why_unwanted() -> str:
         if is_closing(worker):
+            _SEEN.leaving = key
             return f"the closing of worker {worker.address}, which ran its caller"
         return UNWANTED if is_unwanted(worker, key) else ""
 

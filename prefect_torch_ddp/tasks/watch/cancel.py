@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from prefect_torch_ddp.errors import (
     saved_by,
 )
 from prefect_torch_ddp.gang.caller.stop import named
-from prefect_torch_ddp.gang.liveness import own_worker_leaves
+from prefect_torch_ddp.gang.liveness import own_worker_leaves, wait_until_own_worker_stays
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 
 P = ParamSpec("P")
@@ -54,27 +53,38 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
     The state says what was saved. Who cancelled the task knows why, and Prefect logs the state.
     """
-    try:
-        return work(*args, **kwargs)
-    except (GangCancelledError, SupersededError) as error:
-        moves = decide(TaskFailure(error, own_worker_leaves()), None, 0).action is Action.MOVE
-        is_said = moves or isinstance(error, SupersededError)
-        get_run_logger().log(logging.WARNING if is_said else logging.DEBUG, "%s", error)
-        if moves:
-            # What this one said would be taken for the word of the one that runs elsewhere. The
-            # thread ends with its process, which doesn't wait for a thread that has left the
-            # worker's pool.
-            with suppress(KeyError):
-                secede(adjust=False)
-            threading.Event().wait()
-        if isinstance(error, SupersededError):
-            raise
-        if (transaction := get_transaction()) is not None:
-            # Else a run that is resumed, or retried, would find a cached result of None.
-            transaction.write_on_commit = False
-        # Prefect takes a state for what it is.
-        state: Any = Cancelled(message=saved_by(error) or str(error))
-        return state  # type: ignore[no-any-return]
+    while True:
+        try:
+            return work(*args, **kwargs)
+        except (GangCancelledError, SupersededError) as error:
+            moves = decide(TaskFailure(error, own_worker_leaves()), None, 0).action is Action.MOVE
+            is_said = moves or isinstance(error, SupersededError)
+            get_run_logger().log(logging.WARNING if is_said else logging.DEBUG, "%s", error)
+            if moves and _stays_after_all() and isinstance(error, GangCancelledError):
+                get_run_logger().info(
+                    "its worker was to leave, and stays: the task continues there"
+                )
+                continue
+            if isinstance(error, SupersededError):
+                raise
+            return _cancelled(error)
+
+
+def _stays_after_all() -> bool:
+    """Wait for the end of a worker that is to leave; return if it stays, whether to continue."""
+    # What this task said would be taken for the word of the one that runs elsewhere. The thread
+    # ends with its process, which doesn't wait for a thread that has left the worker's pool.
+    with suppress(KeyError):
+        secede(adjust=False)
+    return wait_until_own_worker_stays()
+
+
+def _cancelled(error: GangCancelledError) -> Any:
+    """Return the state of a cancelled task, which Prefect takes for what it is."""
+    if (transaction := get_transaction()) is not None:
+        # Else a run that is resumed, or retried, would find a cached result of None.
+        transaction.write_on_commit = False
+    return Cancelled(message=saved_by(error) or str(error))
 
 
 def cancel_in_words(cancelled: BaseException) -> str:

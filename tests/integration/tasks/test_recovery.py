@@ -3,12 +3,17 @@
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from distributed import LocalCluster
+from distributed import LocalCluster, wait
+from prefect import flow
+from prefect_dask import DaskTaskRunner
 from safetensors.torch import load
 
 from prefect_torch_ddp import (
@@ -17,13 +22,16 @@ from prefect_torch_ddp import (
     RankFailedError,
     TrainParams,
     TrainReport,
+    ddp_task,
     read_goodput,
     train_flow,
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.manifest import read_manifest
 from prefect_torch_ddp.checkpoint.state.objects import read_states
+from prefect_torch_ddp.gang.worker import mailbox
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import begun, extra_worker, own_cluster, workers_of
 from tests.support.records import assert_adds_up, read_records
 from tests.support.runs import (
     flow_run_id_of,
@@ -37,7 +45,8 @@ from tests.support.runs import (
     train_states,
     wait_until_said,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import hanging
 
 pytestmark = [
     pytest.mark.extended,
@@ -263,3 +272,51 @@ def test_tonight_goes_on_with_yesterday(
     page = report_of(newest_flow_run().id)  # the run in between is newer, and no better
     (row,) = [line for line in page.splitlines() if "its weights are from" in line]
     assert resumed.run_id in row
+
+
+def _is_stopping() -> bool:
+    """Tell whether a gang's caller has told the ranks of this worker to stop."""
+    return any("stop" in box.orders for box in mailbox.MAILBOXES.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["while its ranks stop", "after its gang has ended"])
+def test_a_task_continues_on_a_worker_that_was_to_leave_and_stays(
+    tmp_path: Path, when: str
+) -> None:
+    """Dask doesn't retire a worker if nobody can take its values: its task resumes there.
+
+    The task ended as Cancelled, or waited for ever, when Dask had looked for such a worker first.
+    """
+    train = ddp_task(world_size=1, storage=tmp_path / "store")(hanging.train_until_enough)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    with ThreadPoolExecutor(2) as pool, own_cluster(1) as (cluster, client):
+
+        @flow(task_runner=DaskTaskRunner(address=cluster.scheduler_address))
+        def user_flow() -> int:
+            return train.with_options(name="train").submit(str(marks)).result()
+
+        (worker,) = workers_of(client)
+        held = client.submit(bytes, 9, workers=[worker])
+        wait(held)
+        trained = pool.submit(copy_context().run, user_flow)
+        pid, _ = begun(marks, 1, 0)
+        rank = psutil.Process(pid)
+        with extra_worker(cluster, 2) as other:
+            other.suspend()  # Dask goes on trying to move the value there
+            if when == "while its ranks stop":
+                rank.suspend()
+            retired = pool.submit(client.retire_workers, [worker])
+            if when == "while its ranks stop":
+                wait_until(lambda: client.run(_is_stopping, workers=[worker])[worker])
+            else:
+                wait_until_said(newest_flow_run().id, "by the closing of worker")
+            other.kill()
+        assert retired.result(HANG_S) == {}
+        if rank.is_running():
+            rank.resume()
+        wait_until(lambda: len(list(marks.glob("*-0-from-*[0-9]"))) == 2)
+        (marks / "enough").touch()
+        trained.result(HANG_S)
+    assert states_passed(newest_flow_run().id) == ["Completed"]
