@@ -32,6 +32,8 @@ FIRST_LOOK_S = 12.0
 SECOND_LOOK_S = 2.0
 """How long each worker may take to answer when not all of them did; all of them have had time
 for their imports by then."""
+LEAST_LOOK_S = 0.1
+"""How long a look may take whose time is used up: what answers at once still counts."""
 LATELY_S = 60.0
 """How long before the newest event of the scheduler a worker may have been retired that still
 saves."""
@@ -180,7 +182,7 @@ async def look_for(
     if worker.address not in await running_workers(client, timeout_s):
         return "gone"
     try:
-        found = await asyncio.wait_for(_ask(client, [worker.address]), timeout_s)
+        found = await asyncio.wait_for(_ask(client, [worker.address]), max(timeout_s, LEAST_LOOK_S))
     except TimeoutError:
         return "silent"
     if not found:
@@ -196,11 +198,11 @@ async def running_workers(
         msg = f"the scheduler was lost (the Dask client is {client.status})"
         raise SchedulerLostError(msg)
     limit_s = liveness_timeout_s()
+    wait_s = limit_s if timeout_s is None else max(timeout_s, LEAST_LOOK_S)
     try:
         # Client.scheduler_info() has no workers on an asynchronous client.
-        info: dict[str, Any] = await asyncio.wait_for(
-            client.scheduler.identity(n_workers=-1), timeout_s or limit_s
-        )
+        asked = client.scheduler.identity(n_workers=-1)
+        info: dict[str, Any] = await asyncio.wait_for(asked, wait_s)
     except TimeoutError:
         msg = f"the scheduler {client.scheduler.address} was silent for {limit_s:g} s"
         raise SchedulerUnresponsiveError(msg) from None

@@ -1,5 +1,6 @@
 """Workers, nannies and the scheduler are killed or stopped while a gang runs or waits."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
+from prefect_torch_ddp.errors import SchedulerUnresponsiveError
+from prefect_torch_ddp.gang.caller.workers import running_workers
+from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from tests.support.gangs import all_gone, own_cluster, sleeping_gang, workers_of
-from tests.support.separate_cluster import SeparateCluster, stop
+from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
@@ -96,3 +100,19 @@ def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> N
 
 def _until_there(path: str) -> None:
     wait_until(Path(path).exists)
+
+
+@pytest.mark.extended
+def test_a_look_whose_time_is_used_up_takes_no_more(tmp_path: Path) -> None:
+    """A silent scheduler is told at the caller's limit: a look began with a whole limit again."""
+
+    async def look(client: Client) -> None:
+        await asyncio.wait_for(running_workers(client, 0.0), LIVENESS_TIMEOUT_S / 2)
+
+    with separate_cluster(tmp_path / "cluster", 1) as cluster, Client(cluster.address) as client:
+        cluster.scheduler.suspend()
+        try:
+            with pytest.raises(SchedulerUnresponsiveError):
+                client.sync(look, client)
+        finally:
+            cluster.scheduler.resume()
