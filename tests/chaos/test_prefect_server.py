@@ -1,5 +1,6 @@
 """The Prefect server dies while ranks train, and comes back."""
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,23 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
+from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.tasks.test_cancel import (
+    flow_process,
+    newest_run,
+    params_of,
+    ranks_of,
+    steps_saved,
+    wait_for_checkpoint,
+    wait_until_gone,
+)
 from tests.integration.tasks.test_deployment import begin
 from tests.support.ports import free_port
 from tests.support.runs import flow_run_id_of, steered, train_states
 from tests.support.separate_cluster import end
 from tests.support.servers import drain_prefect, start_prefect_server
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import prefect, worker_running
 
 if TYPE_CHECKING:
@@ -82,6 +94,32 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(run_id).state_name == "Completed"
     wait_until(lambda: train_states(run_id) == ["Completed"])
+
+
+def test_ctrl_c_while_the_server_is_away(server: Server, tmp_path: Path) -> None:
+    """The ranks save, and the run is Cancelled, however long the server is away.
+
+    What Prefect's client raised after a minute hid the cancel: the flow had failed.
+    """
+
+    def said() -> str:
+        return (tmp_path / "said").read_text(encoding="utf-8")
+
+    with flow_process(tmp_path, params_of(tmp_path, retries=2).model_dump_json()) as process:
+        ranks = ranks_of(tmp_path)
+        wait_for_checkpoint(tmp_path)
+        _, run_id = newest_run()
+        server.kill()
+        process.send_signal(signal.SIGINT)
+        wait_until_gone(ranks)
+        given_up = "Prefect could not be told that the flow of task run", "ConnectError"
+        wait_until(lambda: any(text in said() for text in given_up))
+        server.start()
+        assert process.wait(HANG_S) != 0
+    assert "CancelledRun: cancelled by Ctrl-C (SIGINT): Prefect did not say how its task" in said()
+    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    assert (record.state, len(record.attempts)) == ("cancelled", 1)
+    assert steps_saved(tmp_path, run_id)[-1] % 50, "saved where the ranks had agreed to stop"
 
 
 def test_a_lease_survives_a_restart_of_the_server(server: Server) -> None:

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
+import httpx
 from distributed.threadpoolexecutor import secede
 from prefect._internal.control_listener import get_intent
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -35,6 +36,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.stop import named
 from prefect_torch_ddp.gang.liveness import own_worker_leaves, wait_until_own_worker_stays
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
+from prefect_torch_ddp.tasks.watch.cancel_request import own_client
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +46,8 @@ SIGNALS = (KeyboardInterrupt, TerminationSignal)
 SLACK_S = 5.0
 """How long a task may take to notice its cancel, and Prefect to notice its end."""
 LOOK_S = 0.25
+AWAY = (httpx.TransportError, PrefectHTTPStatusError)
+"""How a request ends while Prefect's API is away, or is being restarted."""
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +112,12 @@ def flow_cancelled(why: str) -> State[Any]:
     context = FlowRunContext.get()
     if get_intent() != "cancel" or context is None or context.flow_run is None:
         return state
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(context.flow_run.id, state, force=True)  # else it had no message
+    try:
+        with get_client(sync_client=True) as client:
+            # Else it had no message.
+            client.set_flow_run_state(context.flow_run.id, state, force=True)
+    except AWAY as error:
+        logger.warning("Prefect could not be told that the flow run was %s: %s", why, error)
     context.flow_run.state = state  # which the run's last line in the log tells
     raise TerminationSignal(signal.SIGTERM)
 
@@ -150,7 +158,7 @@ def stop_tasks(
     if pending:
         pending[0].client.cancel(pending, force=True)
     said: list[str] = []
-    with get_client(sync_client=True) as client:
+    with own_client() as client:
         try:
             for task, grace_s in tasks:
                 said.append(_await_end(client, task.task_run_id, started_s, grace_s, why))
@@ -193,18 +201,24 @@ def _await_end(
     """Wait for a task run's end; return what it says about it."""
     has_begun = False
     while True:
+        state, is_away = None, False
         # At least once: the wait for another task's end may have taken all the time.
-        state = _state_of(client, task_run_id)
+        try:
+            state = _state_of(client, task_run_id)
+        except AWAY:  # perhaps restarted; the ranks stop and save all the same
+            is_away = True
         if state is not None and state.is_final():
             return state.message or ""
         if state is not None and state.is_scheduled():
             _close(client, task_run_id, why)
             return "its task waited for a retry"
-        has_begun |= state is not None
+        has_begun |= state is not None or is_away
         if time.monotonic() - started_s >= (grace_s if has_begun else 0) + SLACK_S:
             break
         time.sleep(LOOK_S)
     _close(client, task_run_id, why)
+    if is_away:
+        return "Prefect did not say how its task ended"
     return "its task did not say how it ended" if has_begun else "its task had not begun"
 
 
@@ -215,7 +229,11 @@ def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None
 
 
 def _close(client: SyncPrefectClient, task_run_id: UUID, why: str) -> None:
-    set_state_if_known(client, task_run_id, Cancelled(message=f"its flow was {why}"))
+    try:
+        set_state_if_known(client, task_run_id, Cancelled(message=f"its flow was {why}"))
+    except AWAY as error:
+        words = "Prefect could not be told that the flow of task run %s was %s: %s"
+        run_logger().warning(words, task_run_id, why, error)
 
 
 def set_state_if_known(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:

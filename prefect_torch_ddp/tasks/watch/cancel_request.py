@@ -37,7 +37,7 @@ def cancel_request() -> Iterator[Callable[[], bool]]:
     def look() -> None:
         while not is_over.wait(LOOK_EVERY_S):
             # An API that is away is asked again. To make a client costs 0.1 s of a core.
-            with suppress(Exception), _own_client() as client:
+            with suppress(Exception), own_client() as client:
                 while not _is_cancelling(client, run_id):
                     if is_over.wait(LOOK_EVERY_S):
                         return
@@ -56,13 +56,14 @@ def cancel_request() -> Iterator[Callable[[], bool]]:
 def close_cancelled(run_id: UUID | None) -> None:
     """Set a run of `run_without_runner` Cancelled if it is Cancelling: no other state would do."""
     if run_id is not None:
-        with _own_client() as client:
+        with own_client() as client:
             if _is_cancelling(client, run_id):
                 client.set_flow_run_state(run_id, Cancelled(message="cancelled"), force=True)
 
 
 @contextmanager
-def _own_client() -> Iterator[SyncPrefectClient]:
+def own_client() -> Iterator[SyncPrefectClient]:
+    """Give a separate client, whose requests soon fail if the API is away."""
     own = {"timeout": REQUEST_TIMEOUT_S}  # not the one that the flow's thread uses
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
