@@ -112,8 +112,7 @@ def test_ctrl_c_while_the_server_is_away(server: Server, tmp_path: Path) -> None
         server.kill()
         process.send_signal(signal.SIGINT)
         wait_until_gone(ranks)
-        given_up = "Prefect could not be told that the flow of task run", "ConnectError"
-        wait_until(lambda: any(text in said() for text in given_up))
+        wait_until(lambda: "Prefect could not be told that the flow of task run" in said())
         server.start()
         assert process.wait(HANG_S) != 0
     assert "CancelledRun: cancelled by Ctrl-C (SIGINT): Prefect did not say how its task" in said()
