@@ -144,7 +144,8 @@ def own_worker_leaves() -> bool:
     Also if it stays after all, but the task's watch had seen that it was to leave.
     """
     worker, key = _own_worker(), getattr(thread_state, "key", None)
-    return worker is not None and (is_closing(worker) or _SEEN.leaving == key is not None)
+    was_seen = key is not None and _SEEN.leaving == key
+    return worker is not None and (is_closing(worker) or was_seen)
 
 
 def wait_until_own_worker_stays() -> bool:

@@ -65,13 +65,13 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             is_said = moves or isinstance(error, SupersededError)
             get_run_logger().log(logging.WARNING if is_said else logging.DEBUG, "%s", error)
             if moves and _stays_after_all() and isinstance(error, GangCancelledError):
-                get_run_logger().info(
-                    "its worker was to leave, and stays: the task continues there"
-                )
+                get_run_logger().info("its worker was to leave, and stays: it continues there")
                 continue
             if isinstance(error, SupersededError):
                 raise
-            return _cancelled(error)
+            # Prefect takes a state for what it is.
+            state: Any = _cancelled(error)
+            return state  # type: ignore[no-any-return]
 
 
 def _stays_after_all() -> bool:
@@ -83,8 +83,7 @@ def _stays_after_all() -> bool:
     return wait_until_own_worker_stays()
 
 
-def _cancelled(error: GangCancelledError) -> Any:
-    """Return the state of a cancelled task, which Prefect takes for what it is."""
+def _cancelled(error: GangCancelledError) -> State[Any]:
     if (transaction := get_transaction()) is not None:
         # Else a run that is resumed, or retried, would find a cached result of None.
         transaction.write_on_commit = False
