@@ -1,9 +1,10 @@
 """The files of a published dataset where they lie, as a storage."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -61,6 +62,11 @@ class PublishedFiles(Storage):
         """The names in the manifest, and those of all folders, with a slash."""
         return _names_of(self._manifest())
 
+    @cached_property
+    def _files(self) -> tuple[str, ...]:
+        """The names of the files, in order."""
+        return tuple(sorted(name for name in self._names if name[-1] != "/"))
+
     def _manifest(self) -> DatasetManifest:
         manifest = published_manifest(self.storage, self.dataset_id)
         if manifest.folder != self.files:
@@ -85,13 +91,17 @@ class PublishedFiles(Storage):
             if name in self._names:
                 seen.add(name)
                 yield each
-        begins = above + prefix
-        files = (name for name in self._names if name.startswith(begins) and name[-1] != "/")
-        missing = [name for name in files if seen.isdisjoint((name, *_folders_of(name)))]
-        if missing:
-            self._manifest()  # raises if it is another by now
-            name = f"{self.files}/{min(missing)}"
-            raise damaged(self.storage, self.dataset_id, name, "is missing")
+        for name in self._files_from(above + prefix):
+            if seen.isdisjoint((name, *_folders_of(name))):
+                self._manifest()  # raises if it is another by now
+                what = f"{self.files}/{name}"
+                raise damaged(self.storage, self.dataset_id, what, "is missing")
+
+    def _files_from(self, begins: str) -> Iterator[str]:
+        """Yield the files whose name begins so, in order; there may be many others."""
+        first = bisect_left(self._files, begins)
+        names = map(self._files.__getitem__, range(first, len(self._files)))
+        return takewhile(lambda name: name.startswith(begins), names)
 
     @property
     def uri(self) -> str:
@@ -135,7 +145,9 @@ class PublishedFiles(Storage):
         """See `Storage.below`."""
         key = check_key(folder)
         part = f"{self.part}/{key}" if self.part else key
-        return _knowing(replace(self, part=part), self._names)
+        found = _knowing(replace(self, part=part), self._names)
+        found.__dict__["_files"] = self._files
+        return found
 
     def read(self, key: str) -> bytes:
         """See `Storage.read`."""
