@@ -141,9 +141,10 @@ class ForkServer:
                 socket.send_fds(self._socket, [order.encode()], fds)
                 answer = self._receive()
         except (OSError, ForkServerUnavailableError) as error:
+            had_ranks = bool(self._unreaped)
             # Stopped now, it would carry the order out later, next to the rank started instead.
             self.close()
-            if self._unreaped:
+            if had_ranks:
                 msg = f"{error}; the ranks of this worker that it had started ended with it"
                 raise OSError(msg) from error
             raise ForkServerUnavailableError(str(error)) from error
