@@ -18,7 +18,7 @@ from dask.system import CPU_COUNT
 from distributed.core import Status
 from distributed.deploy.spec import ProcessInterface
 
-from prefect_torch_ddp.gang.liveness import TURN_S, liveness_timeout_s
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import PRELOAD
 from prefect_torch_ddp.gang.worker import nanny
 from prefect_torch_ddp.lazy import exported_by
@@ -251,21 +251,25 @@ def _restart_only_silent(scheduler: Any) -> None:
     timer = scheduler.periodic_callbacks.get("worker-ttl")
     if timer is None:  # the user has switched it off
         return
-    check = timer.callback
+    check, gap_s = timer.callback, scheduler.worker_ttl / 4
 
     async def check_once_heard() -> None:
-        await _awake_for(max(liveness_timeout_s(), 2 * HEARTBEAT_S))
+        await _awake_for(max(liveness_timeout_s(), 2 * HEARTBEAT_S), gap_s)
         await check()
 
     timer.callback = check_once_heard
 
 
-async def _awake_for(seconds: float) -> None:
-    """Wait until this process has run for so long since its last stop."""
+async def _awake_for(seconds: float, gap_s: float) -> None:
+    """Wait until this process has run for so long since it last stood still for longer than a gap.
+
+    A loop that is blocked for some seconds again and again is no sleep: it must not put off the
+    check for ever.
+    """
     began_s = looked_s = time.time()  # Dask's clock, which also counts the machine's sleep
     while looked_s - began_s < seconds:
         await asyncio.sleep(1.0)
         now_s = time.time()
-        if not 0 <= now_s - looked_s <= TURN_S:
+        if abs(now_s - looked_s) > gap_s:
             began_s = now_s
         looked_s = now_s
