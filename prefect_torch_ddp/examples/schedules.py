@@ -73,12 +73,29 @@ def num_steps(ctx: RankContext, optimizer: Optimizer, *, epochs: int, num_batche
     planned: list[int] = optimizer.param_groups[0].get("planned", [])
     if planned[:2] != [epochs, num_batches]:
         num_done = ctx.epoch if ctx.epoch_ended else max(ctx.epoch - 1, 0)
-        num_within = ctx.step - num_done * num_batches  # the steps of an epoch that has not ended
-        if 0 <= num_within < (1 if ctx.epoch_ended else num_batches):
-            total = max(epochs * num_batches, ctx.step)
-        else:
-            total = ctx.step + max(epochs - num_done, 0) * num_batches
-        planned = [epochs, num_batches, total]
+        left = max(epochs - num_done, 0) * num_batches
+        if not ctx.epoch_ended:
+            left -= _num_within(ctx.step, num_done, num_batches, planned)
+        planned = [epochs, num_batches, ctx.step + max(left, 0)]
         for group in optimizer.param_groups:
             group["planned"] = planned
     return planned[2]
+
+
+def _num_within(step: int, num_done: int, num_batches: int, planned: list[int]) -> int:
+    """Return how many of an epoch's batches are done, if it goes on after `num_done` epochs.
+
+    With another batch size it is rather too few than too many: a schedule may be a little longer
+    than the training, but never shorter.
+    """
+    if not planned:  # a checkpoint from before there were plans: of the same batch size, if it fits
+        within = step - num_done * num_batches
+        return within if 0 <= within < num_batches else 0
+    old_epochs, old_num, old_total = planned
+    within = min(max((old_epochs - num_done) * old_num - (old_total - step), 0), old_num)
+    if old_num == num_batches:
+        return within
+    # The loader goes on at `within * old size // new size`. The sizes aren't known, but each of the
+    # n batches of a dataset, its tail left out or not, has more than 1 / (n + 1) of it, and less
+    # than 1 / (n - 1).
+    return within * (num_batches - 1) // (old_num + 1)

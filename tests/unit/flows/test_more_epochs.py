@@ -14,6 +14,7 @@ from flows import cifar10, land_use, pet_names
 from flows.cifar10 import Options
 from prefect_torch_ddp import RankContext, read_metrics
 from prefect_torch_ddp.examples import digits
+from prefect_torch_ddp.examples.schedules import num_steps, one_cycle, renew_options
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_cifar10, write_images
 
@@ -218,3 +219,83 @@ def test_another_schedule_is_followed_from_the_checkpoints_step(tmp_path: Path) 
                 optimizer.step()
                 scheduler.step()
     assert rate == pytest.approx(0.1 / 25e4)
+
+
+LENGTH, EPOCHS = 100, 3
+"""Of the dataset and the training of `rates_of`."""
+
+
+def rates_of(
+    folder: Path,
+    run_id: str,
+    global_batch_size: int,
+    resume_from: str | None = None,
+    *,
+    fails_at: int | None = None,
+    drop_last: bool = False,
+) -> tuple[list[float], int]:
+    """Train on a cycle, with a checkpoint in each step; return the rates, and the planned length.
+
+    Raises:
+        ZeroDivisionError: it is at the step `fails_at`.
+    """
+    model, rates = nn.Linear(1, 1), []
+    with RankContext.local(
+        storage=folder,
+        run_id=run_id,
+        resume_from=resume_from,
+        checkpoint={"every_steps": 1, "every_s": None},
+    ) as ctx:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        ctx.track(model=model, optimizer=optimizer)
+        renew_options(optimizer)
+        loader = ctx.loader(
+            TensorDataset(torch.ones(LENGTH, 1)),
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+        )
+        scheduler = one_cycle(ctx, optimizer, 0.1, epochs=EPOCHS, num_batches=len(loader))
+        for (x,) in ctx.steps(loader, epochs=EPOCHS):
+            if ctx.step == fails_at:
+                raise ZeroDivisionError
+            model(x).sum().backward()
+            rates += scheduler.get_last_lr()
+            optimizer.step()
+            scheduler.step()
+        assert (ctx.epoch, ctx.epoch_ended) == (EPOCHS, True)
+    return rates, scheduler.total_steps
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("before", "now", "num_done"), [(3, 5, 17), (5, 3, 10), (4, 33, 19), (33, 2, 2)]
+)
+def test_another_batch_size_within_an_epoch_makes_no_schedule_too_short(
+    before: int, now: int, num_done: int, tmp_path: Path, *, drop_last: bool
+) -> None:
+    """The epoch goes on at about the same sample. The schedule lasts for all steps, is
+    longer by at most about a batch of the larger size, and is the same one after a failure."""
+    with pytest.raises(ZeroDivisionError):
+        rates_of(tmp_path, "stopped", before, fails_at=num_done + 1, drop_last=drop_last)
+    whole, total = rates_of(tmp_path, "whole", now, "stopped", drop_last=drop_last)
+    assert 0 <= total - num_done - len(whole) <= 1 + max(before, now) // now
+    for fails_at in (num_done + 2, num_done + len(whole)):
+        run_id = f"fails {fails_at}"
+        with pytest.raises(ZeroDivisionError):
+            rates_of(tmp_path, run_id, now, "stopped", fails_at=fails_at, drop_last=drop_last)
+        later, again = rates_of(tmp_path, run_id, now, "stopped", drop_last=drop_last)
+        assert (later, again) == (whole[fails_at - 1 - num_done :], total)
+
+
+def test_a_run_without_a_plan_keeps_its_length(tmp_path: Path) -> None:
+    """The optimizer of an older checkpoint has none; its batch size is taken for the same one."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+        loader = ctx.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=2)
+        for _ in ctx.steps(loader, epochs=2):
+            assert num_steps(ctx, optimizer, epochs=2, num_batches=4) == 8
+            del optimizer.param_groups[0]["planned"]
+            if ctx.epoch_ended:
+                total = num_steps(ctx, optimizer, epochs=2, num_batches=2)
+                assert total == ctx.step + 2 * (2 - ctx.epoch)
+                del optimizer.param_groups[0]["planned"]
