@@ -1,11 +1,12 @@
 """The example workloads' optimizers and schedules on a resume, which may have other options."""
 
+import copy
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import InvalidParamsError, RankContext
 
 
 def renew_options(optimizer: Optimizer) -> None:
@@ -13,14 +14,31 @@ def renew_options(optimizer: Optimizer) -> None:
 
     On a resume, `ctx.track` restores the options that the checkpoint has. Without this call, those
     of this run would have no effect, though its record shows them. Call it after `ctx.track`, and
-    before you make a schedule. All groups get the same options.
+    before you make a schedule. It is for an optimizer whose groups all have the same options.
 
     Args:
         optimizer: was made with the run's options.
+
+    Raises:
+        InvalidParamsError: an option, such as `weight_decay`, differs between the groups.
     """
+    first, *others = optimizer.param_groups
+    own = {"params", "param_names"}
+    names = {name for each in others for name in each.keys() | first.keys()} - own
+    for name in sorted(names):
+        values = [each.get(name) for each in optimizer.param_groups]
+        if any(value != values[0] for value in values):
+            msg = (
+                f"{name} of the optimizer's groups is {values}, and renew_options would give all "
+                "groups the same; instead of calling it, set the options of each group after "
+                "ctx.track"
+            )
+            raise InvalidParamsError(msg)
     for group in optimizer.param_groups:
+        # Copies: a schedule writes into a rate that is a tensor.
+        group.update(copy.deepcopy(optimizer.defaults))
         # A schedule that continues computes its rates from `initial_lr`.
-        group.update(optimizer.defaults, initial_lr=optimizer.defaults["lr"])
+        group["initial_lr"] = copy.deepcopy(optimizer.defaults["lr"])
 
 
 def one_cycle(

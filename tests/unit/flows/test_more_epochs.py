@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from flows import cifar10, land_use, pet_names
 from flows.cifar10 import Options
-from prefect_torch_ddp import RankContext, read_metrics
+from prefect_torch_ddp import InvalidParamsError, RankContext, read_metrics
 from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp.examples.schedules import num_steps, one_cycle, renew_options
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -299,3 +299,25 @@ def test_a_run_without_a_plan_keeps_its_length(tmp_path: Path) -> None:
                 total = num_steps(ctx, optimizer, epochs=2, num_batches=2)
                 assert total == ctx.step + 2 * (2 - ctx.epoch)
                 del optimizer.param_groups[0]["planned"]
+
+
+def test_options_of_single_groups_are_not_replaced() -> None:
+    """It is refused, with what differs, and no group is changed."""
+    net = nn.Linear(1, 1)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, 0.1, weight_decay=0.2)
+    with pytest.raises(InvalidParamsError, match=r"weight_decay.*set the options of each group"):
+        renew_options(optimizer)
+    assert [each["weight_decay"] for each in optimizer.param_groups] == [0.2, 0.0]
+
+
+def test_a_rate_that_is_a_tensor_has_a_copy_in_each_place() -> None:
+    """A schedule writes into the tensor of its group."""
+    named = list(nn.Linear(1, 1).named_parameters())
+    groups = [{"params": [each]} for each in named]
+    optimizer = torch.optim.AdamW(groups, torch.tensor(0.1))
+    renew_options(optimizer)
+    first, second = optimizer.param_groups
+    first["lr"].fill_(0.5)
+    others = [first["initial_lr"], second["lr"], second["initial_lr"], optimizer.defaults["lr"]]
+    assert others == [torch.tensor(0.1)] * 4
