@@ -258,6 +258,7 @@ def rates_of(
         for (x,) in ctx.steps(loader, epochs=EPOCHS):
             if ctx.step == fails_at:
                 raise ZeroDivisionError
+            optimizer.zero_grad()
             model(x).sum().backward()
             rates += scheduler.get_last_lr()
             optimizer.step()
