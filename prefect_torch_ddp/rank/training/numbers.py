@@ -1,5 +1,6 @@
 """The numbers of a training's checkpoints; what is reported belongs to one of them. No torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -53,6 +54,8 @@ class CheckpointNumbers:
     """Whether `steps` was called."""
     own_progress: OwnProgress | None = None
     """What user code said of its own loop; None once `steps` counts."""
+    restored_reports: Mapping[str, Reported] = field(default_factory=dict)
+    """When each metric of this run's restored checkpoint was reported."""
 
     @property
     def step_done(self) -> int:
@@ -117,6 +120,7 @@ class CheckpointNumbers:
         step = manifest.step - self.own.num_own_numbers
         self.progress.continue_from(step, manifest.epoch, position)
         self.newest = manifest.step if is_ours else None
+        self.restored_reports = manifest.reports if is_ours else {}
         self.ended_at = (manifest.step, self.newest) if had_ended and is_ours else None
 
     def has_added_to(self, manifest: Manifest) -> bool:

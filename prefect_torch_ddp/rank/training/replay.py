@@ -44,10 +44,23 @@ class Replay:
         """
         return self.must_arrive and (bool(self.is_ours) or self.num_passed > 0)
 
+    def is_on_record(self, name: str) -> bool:
+        """Tell whether what the code reports now under this name is on record already.
+
+        All is that comes before the checkpoint's own call of `steps`, from the weights of that
+        time. Behind that call only what the checkpoint has is for sure: the code may have passed
+        the checkpoint's place without knowing it, if it doesn't request it again.
+        """
+        if not (self.trains and self.is_under_way):
+            return False
+        report = self.numbers.restored_reports.get(name)
+        is_saved = report is not None and report.step == self.numbers.step_done
+        return is_saved or not self._is_behind_call
+
     @property
-    def is_on_record(self) -> bool:
-        """Whether what the code reports now is on record already, from the weights of that time."""
-        return self.trains and self.is_under_way
+    def _is_behind_call(self) -> bool:
+        """Whether the code has passed the call of `steps` after which the checkpoint was made."""
+        return self.num_passed > self.numbers.progress.position.loop
 
     @property
     def has_passed_any(self) -> bool:
@@ -68,7 +81,7 @@ class Replay:
         """Pass a request of a checkpoint; return whether it is the one that was resumed from."""
         own = self.numbers.own
         is_counted = is_forced or own.num_requests_behind > 0
-        if self.num_passed <= self.numbers.progress.position.loop or not is_counted:
+        if not self._is_behind_call or not is_counted:
             return False
         self.num_requests_passed += 1
         return self.num_requests_passed == self._num_to_pass
@@ -104,7 +117,7 @@ class Replay:
     def warn_of_missed_save(self) -> None:
         """Warn if the checkpoint was asked for after a call that is passed, and wasn't again."""
         loop = self.numbers.progress.position.loop
-        is_met = self.num_passed <= loop or self.num_requests_passed >= self._num_to_pass
+        is_met = not self._is_behind_call or self.num_requests_passed >= self._num_to_pass
         if is_met or self.numbers.is_at_end:
             return
         logger.warning(

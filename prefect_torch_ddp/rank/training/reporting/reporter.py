@@ -90,9 +90,9 @@ class Reporter:
             logger.warning(words, self._stage, "Report(num_samples=n, metrics={...}) from evaluate")
         for name, value in metrics.items():
             refuse_control(name)
-            self._now[name] = _scalar(name, value)
-        if self._replay.is_on_record:
-            self._now.clear()
+            found = _scalar(name, value)
+            if not self._replay.is_on_record(name):
+                self._now[name] = found
         if self._progress.share is None:
             self.end_step()
 
@@ -139,7 +139,7 @@ class Reporter:
             self._ledger.append(self._step_line(share))
         now_s = time.monotonic()
         is_first = self._info.rank == 0
-        is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_on_record
+        is_due = is_first and self._measurements.is_due(now_s) and not self._replay.is_under_way
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
             if self._log is not None:

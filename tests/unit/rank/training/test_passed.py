@@ -298,3 +298,59 @@ def test_a_run_that_begins_from_an_ended_one_keeps_what_its_own_code_changes(
 
     train("first")
     assert train("next", resume_from="first") == [0.001, 0.001]
+
+
+def validating(folder: Path, *, dies: bool = False, **begins: str) -> None:
+    """Train two epochs, request a checkpoint of a better validation only, then test, and die."""
+    with RankContext.local(storage=folder, checkpoint=ON_DEMAND, **begins) as ctx:
+        best = ctx.state(best=0.0)
+        for accuracy in (0.5, 0.7):
+            for _ in steps_over(ctx, size=2):
+                ctx.report(loss=1.0)
+            ctx.report(val_accuracy=accuracy)
+            if accuracy > best.best:
+                best.best = accuracy
+                ctx.checkpoint(force=True)
+        if dies:
+            raise InterruptedError
+        ctx.report(test_accuracy=0.6)
+
+
+def reported(folder: Path, run_id: str = "local") -> dict[str, list[tuple[int, float]]]:
+    """Return the step and the value of each record, by metric."""
+    frame = read_metrics(folder, run_id)
+    names = ("loss", "val_accuracy", "test_accuracy")
+    return {
+        name: frame.loc[frame[name].notna(), ["step", name]].to_records(index=False).tolist()
+        for name in names
+        if name in frame
+    }
+
+
+def test_what_is_reported_after_a_request_that_is_not_repeated_is_recorded(
+    tmp_path: Path,
+) -> None:
+    """Only what the checkpoint has is on record already."""
+    with pytest.raises(InterruptedError):
+        validating(tmp_path, dies=True)
+    assert "test_accuracy" not in reported(tmp_path)
+    validating(tmp_path)
+    assert reported(tmp_path) == {
+        "loss": [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)],
+        "val_accuracy": [(2, 0.5), (4, 0.7)],
+        "test_accuracy": [(4, 0.6)],
+    }
+
+
+def test_a_new_run_records_what_it_reports_behind_the_other_ones_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Only the other run has those values on record. Between passed calls none is recorded, since
+    the weights are later ones."""
+    with pytest.raises(InterruptedError):
+        validating(tmp_path, dies=True)
+    validating(tmp_path, run_id="next", resume_from="local")
+    assert reported(tmp_path, "next") == {
+        "val_accuracy": [(4, 0.7)],
+        "test_accuracy": [(4, 0.6)],
+    }
