@@ -136,10 +136,12 @@ class CheckpointNumbers:
         """Take in how far a loop of the user's own is."""
         self.own_progress = OwnProgress(step, total, epoch)
 
-    def enter_call(self, loop: int) -> None:
-        """Leave the user's own loop for a call of `steps`; a later one begins its count again."""
-        own = self.own.before_requests() if loop > self.progress.position.loop else self.own
-        self.own = own._replace(in_own_loop=False)
+    def enter_call(self) -> None:
+        """Leave the user's own loop for a call of `steps`, behind which the counts begin again.
+
+        Also behind one that was left by a break, and continues on resume.
+        """
+        self.own = self.own.before_requests()._replace(in_own_loop=False)
 
     def reopen_call(self) -> None:
         """Continue the call of `steps` that had ended when the checkpoint was made."""
@@ -155,6 +157,14 @@ class CheckpointNumbers:
         is_counted = own.num_requests_behind > 0 or own.num_saves_behind == 0
         if self.has_begun and is_counted:
             self.own = own._replace(num_requests_behind=own.num_requests_behind + 1)
+
+    def count_passed(self, num_requests: int) -> None:
+        """Count requests from a checkpoint on that had them passed, and didn't count them.
+
+        From here on, not every save has a request that a resume would take for one.
+        """
+        if self.own.num_requests_behind == 0:
+            self.own = self.own._replace(num_requests_behind=num_requests)
 
     def count_own_save(self) -> None:
         """Count a checkpoint outside of `steps`, perhaps after one of its calls."""

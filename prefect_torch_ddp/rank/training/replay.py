@@ -24,7 +24,9 @@ class Replay:
     num_passed: int = 0
     """Calls of `steps` that were over before the checkpoint."""
     num_requests_passed: int = 0
-    """Requests of a checkpoint after such calls."""
+    """Requests of a checkpoint after the checkpoint's own call."""
+    num_counted_passed: int = 0
+    """Those of them that count: without `num_requests_behind` only the forced ones."""
     has_arrived: bool = False
     """Whether the code has come to the checkpoint's place, or there was none to come to."""
     is_before_call: bool = False
@@ -79,12 +81,17 @@ class Replay:
 
     def pass_request(self, *, is_forced: bool) -> bool:
         """Pass a request of a checkpoint; return whether it is the one that was resumed from."""
-        own = self.numbers.own
-        is_counted = is_forced or own.num_requests_behind > 0
-        if not self._is_behind_call or not is_counted:
+        if not self._is_behind_call:
             return False
         self.num_requests_passed += 1
-        return self.num_requests_passed == self._num_to_pass
+        if not (is_forced or self.numbers.own.num_requests_behind > 0):
+            return False
+        self.num_counted_passed += 1
+        is_it = self.num_counted_passed == self._num_to_pass
+        if is_it:
+            self.num_counted_passed = self.num_requests_passed
+            self.numbers.count_passed(self.num_requests_passed)
+        return is_it
 
     @property
     def _num_to_pass(self) -> int:
@@ -117,7 +124,7 @@ class Replay:
     def warn_of_missed_save(self) -> None:
         """Warn if the checkpoint was asked for after a call that is passed, and wasn't again."""
         loop = self.numbers.progress.position.loop
-        is_met = not self._is_behind_call or self.num_requests_passed >= self._num_to_pass
+        is_met = not self._is_behind_call or self.num_counted_passed >= self._num_to_pass
         if is_met or self.numbers.is_at_end:
             return
         logger.warning(

@@ -81,7 +81,7 @@ class StepLoop:
             self._warn_of_no_epochs(plan)
         if self._is_over(loop, plan) or progress.has_stopped:
             return
-        self._state.enter_call(loop)
+        self._state.enter_call()
         plan.enter(progress, loop)
         if progress.position.stopped_early:
             return

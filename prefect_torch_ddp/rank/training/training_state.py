@@ -138,10 +138,10 @@ class TrainingState:
         else:
             self._restorer.note_chosen_options()
 
-    def enter_call(self, loop: int) -> None:
+    def enter_call(self) -> None:
         """Come to a call of `steps` that isn't over: restore what code before it changed."""
         self._resume()
-        self._numbers.enter_call(loop)
+        self._numbers.enter_call()
 
     def due(self, asked: Reason | None = None, *, by_clock: bool = False) -> Reason | None:
         """Return why a checkpoint is due, or None; see `Saver.due`."""

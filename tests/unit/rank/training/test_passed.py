@@ -13,6 +13,9 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.training.loop_progress import LoopProgress
+from prefect_torch_ddp.rank.training.numbers import CheckpointNumbers, OwnSaves
+from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.tracked import Tracked, steps_over
@@ -354,3 +357,50 @@ def test_a_new_run_records_what_it_reports_behind_the_other_ones_checkpoint(
         "val_accuracy": [(4, 0.7)],
         "test_accuracy": [(4, 0.6)],
     }
+
+
+def test_requests_are_counted_anew_when_an_unfinished_call_is_entered_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that wasn't due behind a break isn't taken for one after the call's later end."""
+
+    def train(leaves_at: int, *, dies: bool = False) -> tuple[list[int], float]:
+        policy = CheckpointParams(every_s=None, every_steps=2)
+        with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+            total = Tracked()
+            ctx.track(total=total)
+            made = []
+            for _ in steps_over(ctx, num_samples=8):
+                made.append(ctx.step)
+                if ctx.step == leaves_at:
+                    break
+            ctx.checkpoint()
+            total.value += 1
+            if dies:
+                raise InterruptedError
+            return made, total.value
+
+    assert train(3) == ([1, 2, 3], 1)
+    with pytest.raises(InterruptedError):
+        train(6, dies=True)
+    assert train(6) == ([], 2)
+    assert totals(DirectoryStorage(tmp_path))[-1] == 2
+    assert "not again on resume" not in caplog.text
+
+
+@pytest.mark.parametrize("num_unforced", [0, 2])
+def test_requests_are_counted_from_an_earlier_versions_checkpoint_on(
+    num_unforced: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the number of saves after its call only: on resume the forced requests are those."""
+    numbers = CheckpointNumbers(LoopProgress(), own=OwnSaves(num_saves_behind=2), has_begun=True)
+    replay = Replay(numbers, trains=True, is_ours=True)
+    replay.pass_call(0)
+    passed = [*[False] * num_unforced, True, False, True]
+    come = [replay.pass_request(is_forced=is_forced) for is_forced in passed]
+    assert come == [*[False] * (num_unforced + 2), True]
+    assert numbers.own == OwnSaves(num_saves_behind=2, num_requests_behind=num_unforced + 3)
+    replay.warn_of_missed_save()
+    assert "not again on resume" not in caplog.text
+    numbers.count_request()
+    assert numbers.own.num_requests_behind == num_unforced + 4
