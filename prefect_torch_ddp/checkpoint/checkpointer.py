@@ -22,7 +22,7 @@ from prefect_torch_ddp.checkpoint.gather import (
 )
 from prefect_torch_ddp.checkpoint.keys import file_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import NOT_REPORTED, Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, tell_rank_0
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, WriteFailure, tell_rank_0
 from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.checkpoint.state.objects import check_loadable, content_digest
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
@@ -286,7 +286,7 @@ class Checkpointer:
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
             self._fail(manifest, error)
-            save.error = str(error)
+            save.error = WriteFailure.of(error)
         finally:
             close_all(snapshot.files)
         try:

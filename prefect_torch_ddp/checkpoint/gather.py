@@ -16,7 +16,7 @@ from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.files import without_doubles
 from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, Reported
-from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, told_by
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, WriteFailure, told_by
 from prefect_torch_ddp.checkpoint.shard import uncovered
 from prefect_torch_ddp.checkpoint.state.comparison import Comparison
 from prefect_torch_ddp.checkpoint.state.replicas import Digests, Sketch
@@ -61,8 +61,7 @@ class RankSave:
     """CPU time of the thread that wrote."""
     objects: list[ManifestObject] = field(default_factory=list)
     """What it wrote."""
-    error: str | None = None
-    """Why it couldn't write everything."""
+    error: WriteFailure | None = None
     replicas: Digests | None = None
     """What tells whether all ranks hold the same, if that is compared."""
 
@@ -79,7 +78,9 @@ class RankSave:
             name: RankMetric(value, Reported(*reported), weight)
             for name, (value, reported, weight) in values.pop("metrics").items()
         }
-        return cls(**values, metrics=metrics, objects=objects)
+        error = values.pop("error")
+        error = None if error is None else WriteFailure(*error)
+        return cls(**values, error=error, metrics=metrics, objects=objects)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Gatherer:
         self._on_cost = on_cost
         self._resumes = resumes
         self._comparison = Comparison()
+        self._num_unwritten = 0  # checkpoints in a row that a rank couldn't write
         self._unsaid = ""  # the newest checkpoint, if only the log's details show it
         self.trouble = ""
         """Why the newest checkpoint that was tried failed on any rank; or empty."""
@@ -155,15 +157,13 @@ class Gatherer:
         except (CheckpointError, InvalidParamsError, StorageError) as error:
             with suppress(StorageError):  # a later commit sweeps what stays
                 self._delete(item.key for save in saves for item in save.objects)
-            if any(save.error for save in saves):  # perhaps for want of room
-                self._committer.make_room(manifest.step)
-                self._committer.look_again()
+            self._make_room(manifest.step, saves, is_last=is_last)
             if own.error and not isinstance(error, FATAL):
                 return  # which is known already
             raise
         is_notable = self._committer.last is None or bool(self.trouble)
         self._committer.commit(manifest, is_last=is_last)
-        self.trouble = ""
+        self.trouble, self._num_unwritten = "", 0
         own.cpu_s = time.thread_time()  # with the commit
         self._on_cost(_cost_of(saves, began_s))
         size_mb = sum(item.num_bytes for item in manifest.objects) / 1e6
@@ -205,6 +205,19 @@ class Gatherer:
         self._delete(item.key for item in doubles)
         return replace(manifest, metrics=metrics, reports=reports, objects=objects)
 
+    def _make_room(self, step: int, saves: Sequence[RankSave], *, is_last: bool) -> None:
+        """Make room for the next checkpoint if this one may have failed for want of it.
+
+        A failure that doesn't say so is mostly a storage that is away for a moment; if the next
+        checkpoint fails too, it may be a full bucket.
+        """
+        errors = [save.error for save in saves if save.error is not None]
+        self._num_unwritten += bool(errors)
+        is_full = any(error.is_full for error in errors) or self._num_unwritten > 1
+        if errors and is_full and not is_last:
+            self._committer.make_room(step)
+            self._committer.look_again()
+
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._storage.delete(key)
@@ -231,7 +244,7 @@ def _refuse_unequal(saves: Sequence[RankSave]) -> None:
             )
             raise InvalidParamsError(msg)
         if save.error:
-            msg = f"rank {rank}: {save.error}"
+            msg = f"rank {rank}: {save.error.text}"
             raise CheckpointError(msg)
     # Of a folder's files several ranks may commit the same one.
     shards = (item.shard for save in saves for item in save.objects if item.path is None)

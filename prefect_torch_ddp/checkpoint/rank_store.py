@@ -1,9 +1,11 @@
 """How ranks come to a checkpoint without a collective: a key-value store."""
 
+import errno
 import itertools
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -14,7 +16,25 @@ MAX_POLL_S = 0.2
 ABSENT_S = 300.0
 """How long rank 0's training waits for a rank that hasn't begun the same checkpoint."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 _num_rank_stores = itertools.count()
+
+
+class WriteFailure(NamedTuple):
+    """Why a rank couldn't write everything."""
+
+    text: str
+    is_full: bool
+    """Whether the disk has no room, or the quota none; of a bucket that isn't known."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Return what rank 0 is told of an error."""
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in NO_ROOM:
+            cause = cause.__cause__
+        return cls(str(error), is_full=cause is not None)
 
 
 class KeyValueStore:

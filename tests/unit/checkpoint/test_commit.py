@@ -200,6 +200,32 @@ def test_what_an_earlier_attempt_left_stays_long_enough_to_be_read(tmp_path: Pat
     assert found[-1] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("refused", "left"), [("step-00000004/", [1, 2, 3, 5, 6]), ("step-0000000[45]/", [3, 6])]
+)
+def test_one_failed_write_deletes_no_young_checkpoints(
+    tmp_path: Path, refused: str, left: list[int]
+) -> None:
+    """A server may be away for a moment; after a second one in a row there may be no room."""
+
+    @dataclass(frozen=True)
+    class Refusing(DirectoryStorage):
+        def write(self, key: str, data: bytes | memoryview) -> None:
+            if re.search(refused, key):
+                msg = "the endpoint didn't answer in time"
+                raise StorageError(msg)
+            super().write(key, data)
+
+    def save(ctx: RankContext) -> None:
+        ctx.checkpoint(force=True)
+        if ctx.step == 7:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        count_to(Refusing(tmp_path), 9, CheckpointParams(keep_last=1), save)
+    assert steps_of(DirectoryStorage(tmp_path)) == left
+
+
 def test_what_follows_the_last_commit_is_made_up_for(tmp_path: Path) -> None:
     """An attempt that was killed between its last commit and the clean-up: the next one adds no
     step, and cleans up."""
