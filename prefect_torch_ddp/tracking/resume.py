@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from uuid import UUID
 
@@ -27,12 +26,10 @@ from prefect_torch_ddp.storage.protocol import Storage
 FLOW_RUN = "flow-run:"
 """Before the id of a flow run that crashed, and whose training is to be continued or begun again;
 `deployments/resume_crashed.py` writes it."""
-CANCELLED_BY_S = 60.0
-"""How long a flow may take to notice its cancel, on top of the time that its ranks get to stop."""
 STATE = """{"state": {"type": "CRASHED"}, "force": true}"""
 CLOSE = f"prefect api POST /flow_runs/%s/set_state --data '{STATE}'"
 """Closes a flow run whose process is gone. Prefect's UI can only cancel one that hasn't ended, and
-nobody would notice that."""
+nobody would notice that: it is Cancelling for ever then, and this closes it too."""
 
 
 def resume_point(
@@ -147,7 +144,8 @@ def how_to_close(flow_run: FlowRun) -> str:
     state = f"its flow run {flow_run.id} is {flow_run.state_name} in Prefect"
     # The commands find the local server by themselves, Prefect's doesn't.
     at = f"PREFECT_API_URL={LOCAL_API} " if PREFECT_API_URL.value() == LOCAL_API else ""
-    return f"{state}. If its process was killed, run `{at}{CLOSE % flow_run.id}`"
+    over = "If its process was killed, and its ranks have ended"
+    return f"{state}. {over}, run `{at}{CLOSE % flow_run.id}`"
 
 
 def continues_in(record: RunRecord) -> FlowRun | None:
@@ -164,20 +162,18 @@ def continues_in(record: RunRecord) -> FlowRun | None:
         return None
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         flow_run = client.read_flow_run(UUID(record.flow_run_id))
-        return flow_run if continues(record, flow_run, datetime.now(UTC)) else None
+        return flow_run if continues(record, flow_run) else None
     return None
 
 
-def continues(record: RunRecord, flow_run: FlowRun, now: datetime) -> bool:
-    """Whether a run continues, as far as its record and its flow run tell."""
+def continues(record: RunRecord, flow_run: FlowRun) -> bool:
+    """Whether a run continues, as far as its record and its flow run tell.
+
+    Also one that is cancelled: its flow may notice that only at the end of a task that trains.
+    """
     state = flow_run.state
     if state is None or state.is_final():
         return False
-    if state.is_cancelling() and flow_run.deployment_id is None:
-        # Only the flow itself notices that, and ends: this one was killed, or doesn't look.
-        given = record.parameters.get("stop_grace_s")
-        stop_s = given if isinstance(given, int | float) else ContextParams().stop_grace_s
-        return now - state.timestamp < timedelta(seconds=stop_s + CANCELLED_BY_S)
     # A flow may continue after one of its tasks has failed for good.
     return record.state != "failed" or record.is_tried_again or state.is_scheduled()
 
