@@ -55,8 +55,8 @@ def accompany(params: ContextParams, storage: str, experiment: Callable[[], str]
 def _watch_until_flow_ends(stop_grace_s: float) -> None:
     # Once for a flow run, also if several threads of it submit tasks.
     context, outer = FlowRunContext.get(), TaskRunContext.get()
-    if context is None or context.flow_run is None:
-        return
+    if context is None or context.flow_run is None or context.detached:
+        return  # another process that has the flow's context may end before the flow's, too
     if outer is not None and outer.task_run.flow_run_id == context.flow_run.id:
         return  # a task of it may run in another process, which may end before the flow's
     runner = context.task_runner

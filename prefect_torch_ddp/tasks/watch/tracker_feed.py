@@ -99,17 +99,20 @@ def feed_until_flow_ends(params: ContextParams, storage: Storage, experiment: st
     Further calls in the same flow run, for the same trackers, storage and experiment, do nothing.
 
     Raises:
-        InvalidParamsError: as `check_trackers`; or this is within a task of the flow.
+        InvalidParamsError: as `check_trackers`; or this is within a task of the flow, or in another
+            process that has its context.
     """
     check_trackers(params.trackers, storage)
     context, outer = FlowRunContext.get(), TaskRunContext.get()
     if not params.trackers or context is None or context.flow_run is None:
         return
-    if outer is not None and outer.task_run.flow_run_id == context.flow_run.id:
-        # Each of the flow's tasks would have a process, and all of them feed the same runs.
+    in_task = outer is not None and outer.task_run.flow_run_id == context.flow_run.id
+    if in_task or context.detached:
+        # Each of them would have a feed, and all of those feed the same runs.
         msg = (
-            f"a ddp_task with trackers={list(params.trackers)} can't be called within a task: call "
-            "it in the flow, or leave out trackers and run `prefect-torch-ddp sync` later"
+            f"a ddp_task with trackers={list(params.trackers)} can't be called within a task, or "
+            "in another process of the flow: call it in the flow's own, or leave out trackers and "
+            "run `prefect-torch-ddp sync` later"
         )
         raise InvalidParamsError(msg)
     if not isinstance(context.task_runner, DaskTaskRunner):

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
@@ -13,12 +14,17 @@ from uuid import UUID
 import psutil
 import pytest
 from distributed import LocalCluster
+from prefect import flow
 from prefect.client.orchestration import get_client
+from prefect.context import with_context
 from prefect.states import Cancelling
+from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp import ContextParams, InvalidParamsError
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from tests.integration.tasks.test_cancel import flow_process
 from tests.support.gangs import all_gone
 from tests.support.runs import newest_flow_run, task_runs_of
@@ -135,6 +141,38 @@ def first_step(folder: Path, name: str, reference: str = "latest") -> int:
 def is_watch(process: psutil.Process) -> bool:
     """Tell the process that watches a flow."""
     return "prefect_torch_ddp.tasks.watch.flow_watch" in process.cmdline()
+
+
+def watches() -> int:
+    """Return how many flow watches this process has."""
+    return sum(map(is_watch, psutil.Process().children()))
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_only_the_flows_own_process_has_a_watch_and_feeds_trackers(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Another that has its context may end before it: its watch would set a healthy flow Crashed.
+
+    Its trackers' feed would be one more for the same runs.
+    """
+    fed = ContextParams(trackers=["tensorboard"])
+
+    def begin(params: ContextParams) -> int:
+        accompany(params, str(tmp_path), lambda: "experiment")
+        return watches()
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def user_flow() -> tuple[int, int]:
+        in_helper = with_context(begin)  # as in a process of multiprocessing's
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(in_helper, ContextParams()).result(HANG_S)
+            with pytest.raises(InvalidParamsError, match="or in another process of the flow"):
+                pool.submit(in_helper, fed).result(HANG_S)
+        return found, begin(ContextParams())
+
+    assert user_flow() == (0, 1)
+    assert watches() == 0
 
 
 @pytest.mark.long
