@@ -1,11 +1,12 @@
 """The flow watch: a process next to the flow's that ends the run in Prefect if that is killed.
 
 It also ends the temporary server that the flow's process had started, which would stay for ever.
-It waits on a pipe with nothing loaded: this module imports Prefect only if it is needed.
+It waits with nothing loaded: this module imports Prefect only if it is needed.
 """
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import time
@@ -18,6 +19,9 @@ import psutil
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, TaskRun
 
+OVER = b"over"
+"""What the flow's process says at its end."""
+PARENT_EVERY_S = 1.0
 END_S = 5.0
 SERVER_END_S = 10.0
 """How long a temporary server may take to end."""
@@ -45,7 +49,10 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     # In its own session: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
     process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-        [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s), *_own_servers()],
+        [
+            *(sys.executable, "-m", __name__),
+            *(str(flow_run_id), str(grace_s), str(os.getpid()), *_own_servers()),
+        ],
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -56,7 +63,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
         yield
     finally:
         try:
-            process.communicate(b"over", timeout=END_S)
+            process.communicate(OVER, timeout=END_S)
         except (BrokenPipeError, subprocess.TimeoutExpired):
             process.kill()
             process.wait()
@@ -72,9 +79,9 @@ def _own_servers() -> Iterator[str]:
                 yield f"{process.pid}@{psutil.Process(process.pid).create_time()}"
 
 
-def main(flow_run_id: UUID, grace_s: float, servers: Sequence[str]) -> None:
+def main(flow_run_id: UUID, grace_s: float, parent: int, servers: Sequence[str]) -> None:
     """Wait until the flow's process has left its block, or is gone."""
-    if sys.stdin.buffer.read():
+    if _is_told_of_end(parent):
         return
     for _ in range(TRIES):
         with contextlib.suppress(Exception):
@@ -84,6 +91,24 @@ def main(flow_run_id: UUID, grace_s: float, servers: Sequence[str]) -> None:
     for server in servers:
         pid, started_s = server.split("@")
         _end(int(pid), float(started_s))
+
+
+def _is_told_of_end(parent: int) -> bool:
+    """Wait for the flow's word, or for its death; return which it was.
+
+    The pipe alone doesn't tell a death: what the flow has forked, as for a pool, holds its other
+    end for as long as it lives.
+    """
+    said = b""
+    while len(said) < len(OVER):
+        has_died = os.getppid() != parent  # asked first: what it had said can still be read then
+        if select.select([0], [], [], 0 if has_died else PARENT_EVERY_S)[0]:
+            if not (part := os.read(0, len(OVER) - len(said))):
+                return False
+            said += part
+        elif has_died:
+            return False
+    return True
 
 
 def _end(pid: int, started_s: float) -> None:
@@ -132,4 +157,4 @@ def _is_open(run: "FlowRun | TaskRun") -> bool:
 
 
 if __name__ == "__main__":
-    main(UUID(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    main(UUID(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -3,13 +3,14 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from distributed import LocalCluster
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.context import with_context
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Running
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import ContextParams, InvalidParamsError
@@ -25,6 +26,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
+from prefect_torch_ddp.tasks.watch.flow_watch import END_S, MESSAGE
 from tests.integration.tasks.test_cancel import flow_process
 from tests.support.gangs import all_gone
 from tests.support.runs import newest_flow_run, task_runs_of
@@ -50,6 +52,20 @@ def run():
         input()
 
 run()
+"""
+WITH_A_FORK = """
+import os, signal, sys, time
+from uuid import UUID
+from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
+
+with closed_if_killed(UUID(sys.argv[1]), 0.0):
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
+    sys.stdin.readline()
+    began_s = time.monotonic()
+print(time.monotonic() - began_s, flush=True)
 """
 OWN_FLOW = """
 import sys
@@ -92,6 +108,49 @@ def test_a_killed_flow_leaves_no_temporary_server(tmp_path: Path) -> None:
         server = psutil.Process(int(process.stdout.readline()))
         process.kill()
     wait_until(lambda: all_gone([server]))
+
+
+@contextmanager
+def watched_with_a_fork(flow_run_id: UUID) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """Run a process that has a watch, and a forked child that outlives it; give it and its pid."""
+    command, pipe = [sys.executable, "-c", WITH_A_FORK, str(flow_run_id)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            yield process, child
+        finally:
+            process.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_forked_child_hides_no_death_of_its_flow() -> None:
+    """It holds the pipe to the watch, which waited for its end: the flow run stayed Running."""
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(flow(watches, name="forks"), state=Running())
+        with watched_with_a_fork(run.id) as (process, child):
+            (watch,) = filter(is_watch, psutil.Process(process.pid).children())
+            process.kill()
+            process.wait()
+            wait_until(lambda: all_gone([watch]), 60)
+            assert psutil.pid_exists(child)
+        state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert (state.name, state.message) == ("Crashed", MESSAGE)
+
+
+def test_a_forked_child_does_not_delay_the_end_of_its_flow() -> None:
+    """The flow waited until it had given the watch up, and killed it."""
+    with watched_with_a_fork(uuid4()) as (process, child):
+        (watch,) = filter(is_watch, psutil.Process(process.pid).children())
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert float(process.stdout.readline()) < END_S
+        wait_until(lambda: all_gone([watch]))
+        assert psutil.pid_exists(child)
 
 
 def own_flow_killed(folder: Path, *address: str, with_all: bool = False) -> tuple[UUID, str, int]:
