@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from prefect_torch_ddp.checkpoint.keys import (
+    EVALUATIONS,
     FROM_NOTHING,
     CheckpointId,
     attempt_key,
@@ -265,7 +266,8 @@ def read_result(
 
     Raises:
         BadKeyError: the path would leave the results.
-        ObjectNotFoundError: nobody saved it; names those files that there are.
+        ObjectNotFoundError: nobody saved it; names those files that there are, and the steps for
+            which `evaluate_flow` did.
         StorageError: it can't be read.
     """
     check_key(path)
@@ -279,8 +281,17 @@ def read_result(
     if path not in keys:
         there = ", ".join(sorted(keys)) or "none"
         msg = f"{who} in {storage.uri}; its files are: {there}"
+        if evaluated_step is None and (steps := _steps_evaluated(storage, prefix, path)):
+            msg += f"; evaluate_flow saved it: pass evaluated_step={' or '.join(map(str, steps))}"
         raise ObjectNotFoundError(msg)
     return storage.read(keys[path])
+
+
+def _steps_evaluated(storage: Storage, prefix: str, path: str) -> list[int]:
+    """Return the steps for which `evaluate_flow` saved a path, in their order."""
+    prefix += EVALUATIONS
+    found = (each.key.removeprefix(prefix).partition("/") for each in storage.list(prefix))
+    return sorted(int(step) for step, _, file in found if step.isdecimal() and file == path)
 
 
 def _newest_files(storage: Storage, prefix: str) -> dict[str, str]:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 _OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
 _MANIFEST = "manifest.json"
+EVALUATIONS = "evaluate/step-"
+"""How the folders begin of which each has the evaluations of one step's checkpoint."""
 
 
 class CheckpointId(NamedTuple):
@@ -61,7 +63,7 @@ def attempt_folder(attempt: int) -> str:
 
 def evaluation_folder(step: int) -> str:
     """Return where evaluations of a step's checkpoint are, among a run's logs and its results."""
-    return f"evaluate/step-{step:08d}"
+    return f"{EVALUATIONS}{step:08d}"
 
 
 def checkpoints_prefix(run_id: str) -> str:

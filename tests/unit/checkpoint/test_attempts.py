@@ -7,12 +7,18 @@ import pytest
 
 from prefect_torch_ddp import RankContext, read_result
 from prefect_torch_ddp.checkpoint import attempts
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, record_resume
+from prefect_torch_ddp.checkpoint.attempts import (
+    claim_attempt,
+    newest_attempt,
+    record_resume,
+    write_result,
+)
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import (
     CheckpointId,
     attempt_key,
     attempts_prefix,
+    evaluation_folder,
     manifest_key,
     resume_key,
 )
@@ -195,6 +201,20 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_result(tmp_path, "local", "loss.txt")
     with pytest.raises(BadKeyError):
         read_result(tmp_path, "local", "../../other/results/000001/loss.txt")
+
+
+def test_a_file_that_only_an_evaluation_saved_is_named_with_its_step(tmp_path: Path) -> None:
+    """The refusal named the run's own files, which the path isn't among."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.save("own.txt", "1")
+    storage = DirectoryStorage(tmp_path)
+    for step in (20, 5):
+        write_result(storage, "local", evaluation_folder(step), "plots/loss.txt", "1")
+    says = "its files are: own.txt; evaluate_flow saved it: pass evaluated_step=5 or 20"
+    with pytest.raises(ObjectNotFoundError, match=f"{says}$"):
+        read_result(tmp_path, "local", "plots/loss.txt")
+    with pytest.raises(ObjectNotFoundError, match=r"its files are: own\.txt$"):
+        read_result(tmp_path, "local", "loss.txt")
 
 
 def test_a_rank_that_does_not_see_its_claim_does_not_start_from_scratch(
