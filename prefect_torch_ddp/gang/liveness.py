@@ -148,6 +148,11 @@ def own_worker_leaves() -> bool:
     return worker is not None and (is_closing(worker) or was_seen)
 
 
+def forget_that_own_worker_was_to_leave() -> None:
+    """Begin anew with this thread's task: it may be tried again here, under the same key."""
+    _SEEN.leaving = None
+
+
 def wait_until_own_worker_stays() -> bool:
     """Wait while the worker of this thread's task is on its way out, for ever if it goes.
 
@@ -156,7 +161,7 @@ def wait_until_own_worker_stays() -> bool:
     worker = _own_worker()
     while worker is not None and is_closing(worker):
         time.sleep(STAYS_POLL_S)
-    _SEEN.leaving = None
+    forget_that_own_worker_was_to_leave()
     return not own_task_watch()()
 
 

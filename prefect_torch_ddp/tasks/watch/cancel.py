@@ -34,7 +34,11 @@ from prefect_torch_ddp.errors import (
     saved_by,
 )
 from prefect_torch_ddp.gang.caller.stop import named
-from prefect_torch_ddp.gang.liveness import own_worker_leaves, wait_until_own_worker_stays
+from prefect_torch_ddp.gang.liveness import (
+    forget_that_own_worker_was_to_leave,
+    own_worker_leaves,
+    wait_until_own_worker_stays,
+)
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.tasks.watch.cancel_request import own_client
 
@@ -58,6 +62,7 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     The state says what was saved. Who cancelled the task knows why, and Prefect logs the state.
     """
     while True:
+        forget_that_own_worker_was_to_leave()  # an earlier try may have seen it
         try:
             return work(*args, **kwargs)
         except (GangCancelledError, SupersededError) as error:

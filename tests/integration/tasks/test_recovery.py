@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from distributed import LocalCluster, wait
+from distributed import LocalCluster, get_worker, wait
+from distributed.core import Status
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 from safetensors.torch import load
@@ -29,8 +30,10 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.manifest import read_manifest
 from prefect_torch_ddp.checkpoint.state.objects import read_states
+from prefect_torch_ddp.gang.liveness import own_task_watch, own_worker_leaves
 from prefect_torch_ddp.gang.worker import mailbox
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from tests.support.gangs import begun, extra_worker, own_cluster, workers_of
 from tests.support.records import assert_adds_up, read_records
 from tests.support.runs import (
@@ -320,3 +323,19 @@ def test_a_task_continues_on_a_worker_that_was_to_leave_and_stays(
         (marks / "enough").touch()
         trained.result(HANG_S)
     assert states_passed(newest_flow_run().id) == ["Completed"]
+
+
+def _tried_again_after_its_worker_was_to_leave() -> tuple[bool, bool]:
+    """Be a task that Prefect tries again in its thread; return what each try takes for true."""
+    worker, watch = get_worker(), own_task_watch()
+    worker.status = Status.closing_gracefully  # as the scheduler does when it retires one
+    assert watch()
+    worker.status = Status.running  # as it does when nobody can take its values
+    return own_worker_leaves(), or_cancelled(own_worker_leaves)
+
+
+def test_a_retry_begins_on_a_worker_that_was_to_leave_and_stays() -> None:
+    """A user's cancel of the retry counted as the worker's leave: the task trained on."""
+    with own_cluster(1) as (_, client):
+        tried = client.submit(_tried_again_after_its_worker_was_to_leave)
+        assert tried.result(HANG_S) == (True, False)
