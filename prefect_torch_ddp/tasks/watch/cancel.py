@@ -50,8 +50,11 @@ SIGNALS = (KeyboardInterrupt, TerminationSignal)
 SLACK_S = 5.0
 """How long a task may take to notice its cancel, and Prefect to notice its end."""
 LOOK_S = 0.25
-AWAY = (httpx.TransportError, PrefectHTTPStatusError)
-"""How a request ends while Prefect's API is away, or is being restarted."""
+CLOSE_TRIES = 3
+"""How often Prefect is told of a task's end at least, if its API is away."""
+REQUEST_ERRORS = (httpx.TransportError, PrefectHTTPStatusError)
+"""How a request ends while Prefect's API is away, and others; see `_is_away`."""
+PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,9 @@ def flow_cancelled(why: str) -> State[Any]:
         with get_client(sync_client=True) as client:
             # Else it had no message.
             client.set_flow_run_state(context.flow_run.id, state, force=True)
-    except AWAY as error:
+    except REQUEST_ERRORS as error:
+        if not _is_away(error):
+            raise
         logger.warning("Prefect could not be told that the flow run was %s: %s", why, error)
     context.flow_run.state = state  # which the run's last line in the log tells
     raise TerminationSignal(signal.SIGTERM)
@@ -168,8 +173,9 @@ def stop_tasks(
                 said.append(_await_end(client, task.task_run_id, started_s, grace_s, why))
         except SIGNALS:
             # Pressed again: the cluster goes at once, and nobody else would close the task runs.
+            give_up_s = time.monotonic() + SLACK_S
             for task, _ in tasks[len(said) :]:
-                _close(client, task.task_run_id, why)
+                _close(client, task.task_run_id, why, give_up_s)
             raise
     return said
 
@@ -209,18 +215,22 @@ def _await_end(
         # At least once: the wait for another task's end may have taken all the time.
         try:
             state = _state_of(client, task_run_id)
-        except AWAY:  # perhaps restarted; the ranks stop and save all the same
-            is_away = True
+        except REQUEST_ERRORS as error:
+            if not _is_away(error):
+                raise
+            is_away = True  # perhaps restarted; the ranks stop and save all the same
         if state is not None and state.is_final():
             return state.message or ""
         if state is not None and state.is_scheduled():
-            _close(client, task_run_id, why)
+            _close(client, task_run_id, why, time.monotonic() + SLACK_S)
             return "its task waited for a retry"
         has_begun |= state is not None or is_away
-        if time.monotonic() - started_s >= (grace_s if has_begun else 0) + SLACK_S:
+        ends_s = started_s + (grace_s if has_begun else 0) + SLACK_S
+        if time.monotonic() >= ends_s:
             break
         time.sleep(LOOK_S)
-    _close(client, task_run_id, why)
+    # Of several tasks, whose time ends at once, only the first waits for an API that is away.
+    _close(client, task_run_id, why, ends_s + SLACK_S)
     if is_away:
         return "Prefect did not say how its task ended"
     return "its task did not say how it ended" if has_begun else "its task had not begun"
@@ -232,12 +242,31 @@ def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None
     return None
 
 
-def _close(client: SyncPrefectClient, task_run_id: UUID, why: str) -> None:
-    try:
-        set_state_if_known(client, task_run_id, Cancelled(message=f"its flow was {why}"))
-    except AWAY as error:
-        words = "Prefect could not be told that the flow of task run %s was %s: %s"
-        run_logger().warning(words, task_run_id, why, error)
+def _is_away(error: httpx.TransportError | PrefectHTTPStatusError) -> bool:
+    """Whether the API may answer the next request, and didn't just refuse this one."""
+    if not isinstance(error, PrefectHTTPStatusError):
+        return True
+    status = error.response.status_code
+    return status in PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def _close(client: SyncPrefectClient, task_run_id: UUID, why: str, give_up_s: float) -> None:
+    """Set a task run Cancelled: nobody else would. An API that is away is asked again."""
+    num_tries = 0
+    while True:
+        try:
+            set_state_if_known(client, task_run_id, Cancelled(message=f"its flow was {why}"))
+        except REQUEST_ERRORS as error:
+            if not _is_away(error):
+                raise
+            num_tries += 1
+            if num_tries >= CLOSE_TRIES and time.monotonic() >= give_up_s:
+                words = "Prefect could not be told that the flow of task run %s was %s: %s"
+                run_logger().warning(words, task_run_id, why, error)
+                return
+        else:
+            return
+        time.sleep(LOOK_S)
 
 
 def set_state_if_known(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:

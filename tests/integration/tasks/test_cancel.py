@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, cast
 from uuid import UUID
 
 import psutil
@@ -19,7 +20,8 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.exceptions import CancelledRun, TerminationSignal
+from prefect.exceptions import CancelledRun, PrefectHTTPStatusError, TerminationSignal
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 from prefect_dask.task_runners import PrefectDaskFuture
 
@@ -41,6 +43,7 @@ from tests.support.runs import (
     task_runs_of,
     train_states,
 )
+from tests.support.s3_server import Wire
 from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -616,3 +619,61 @@ def test_a_task_that_cannot_say_how_it_ended_has_the_reason(
     assert state is not None
     assert (state.name, state.message) == ("Cancelled", f"its flow was {why}")
     assert f"; {again} ends it at once" in caplog.text
+
+
+class BusyApi(Wire):
+    """Prefect's API, but for the first requests to set a state, which it answers by a status."""
+
+    statuses: list[int]
+
+    def _handler(self) -> Any:
+        class Handler(super()._handler()):  # type: ignore[misc]  # mypy knows no such base
+            def do_POST(self) -> None:  # noqa: N802 - http.server's name
+                statuses = cast("BusyApi", self.wire).statuses
+                if not self.path.endswith("/set_state") or not statuses:
+                    self.do_request()
+                    return
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(statuses.pop(0))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        return Handler
+
+
+@pytest.mark.parametrize(
+    ("statuses", "state", "is_warned"),
+    [
+        pytest.param([503, 500], "Cancelled", False, id="busy"),
+        pytest.param([429], "Cancelled", False, id="limited"),
+        pytest.param([503] * 999, "AwaitingRetry", True, id="away"),
+        pytest.param([403], "AwaitingRetry", False, id="refuses"),
+    ],
+)
+def test_a_task_run_is_closed_though_prefect_is_busy(
+    dask_cluster: LocalCluster,
+    caplog: pytest.LogCaptureFixture,
+    statuses: list[int],
+    state: str,
+    *,
+    is_warned: bool,
+) -> None:
+    """It was asked once, and the task run stayed open for ever; and a refusal counted as away."""
+    url = str(PREFECT_API_URL.value())
+    with (
+        get_client(sync_client=True) as api,
+        Client(dask_cluster) as client,
+        BusyApi(url.removesuffix("/api")) as wire,
+        temporary_settings({PREFECT_API_URL: f"{wire.endpoint_url}/api"}),
+    ):
+        wire.statuses = list(statuses)
+        flow_run = api.create_flow_run(flow(lost.fn, name="left"))
+        task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=AwaitingRetry())
+        future = PrefectDaskFuture[None](task_run.id, client.submit(lost.fn))
+        refuses = pytest.raises(PrefectHTTPStatusError) if 403 in statuses else nullcontext()
+        with refuses:
+            assert stop_task(future, 0.0) == "its task waited for a retry"
+        found = api.read_task_run(task_run.id).state
+    assert found is not None
+    assert found.name == state
+    assert ("Prefect could not be told" in caplog.text) == is_warned
