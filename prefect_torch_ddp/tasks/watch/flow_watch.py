@@ -101,7 +101,9 @@ def _is_told_of_end(parent: int) -> bool:
     """
     said = b""
     while len(said) < len(OVER):
-        has_died = os.getppid() != parent  # asked first: what it had said can still be read then
+        # Asked first: what it had said can still be read then. If sys.executable is a script that
+        # starts Python, the watch's parent is that script, and the flow lives on.
+        has_died = os.getppid() != parent and _is_gone(parent)
         if select.select([0], [], [], 0 if has_died else PARENT_EVERY_S)[0]:
             if not (part := os.read(0, len(OVER) - len(said))):
                 return False
@@ -109,6 +111,13 @@ def _is_told_of_end(parent: int) -> bool:
         elif has_died:
             return False
     return True
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _end(pid: int, started_s: float) -> None:
