@@ -115,7 +115,11 @@ class ForkServer:
 
     def _wait_until_loaded(self) -> None:
         poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
+        try:
+            poller.register(self._socket, select.POLLIN)
+        except ValueError as error:  # its worker is closing, and has closed it
+            msg = "the fork server was ended"
+            raise ForkServerUnavailableError(msg) from error
         if not poller.poll(BOOT_TIMEOUT_S * 1000):
             msg = f"the fork server has loaded for {BOOT_TIMEOUT_S:g} s and is not done"
             raise ForkServerUnavailableError(msg)
@@ -209,6 +213,8 @@ class ForkClient:
         self._worker = worker
         self._server: ForkServer | None = None
         self._lock = threading.RLock()
+        self._taking = threading.Lock()
+        """Held to take or give up the server: a closing worker doesn't wait until it has loaded."""
         self._unfit = None if has_pidfd() else "it needs Linux with pidfd_open"
         self._left_to_ranks: set[str] = set()
         """Libraries that make a server unfit."""
@@ -247,13 +253,15 @@ class ForkClient:
                 self.close()
 
     def _ready(self) -> ForkServer | None:
-        if self._unfit is not None:
-            return None
-        if self._server is not None and (self._server.is_silent or not self._server.is_alive):
+        server = self._server
+        if server is not None and (server.is_silent or not server.is_alive):
             self.close()
-        self._server = self._server or ForkServer.start()
+        with self._taking:
+            if self._unfit is not None:
+                return None
+            server = self._server = self._server or ForkServer.start()
         try:
-            self._server.wait_until_ready()
+            server.wait_until_ready()
         except ForkServerUnavailableError as error:
             is_closing = self._unfit is not None
             text = "ranks of this worker start as fresh processes, not forked: %s"
@@ -262,7 +270,7 @@ class ForkClient:
                 self._unfit = str(error)
             self.close()
             return None
-        return self._server
+        return server
 
     def _has_libraries(self, server: ForkServer, preload: Preload) -> bool:
         """Have a server load what it lacks; False if it has to be replaced."""
@@ -282,14 +290,16 @@ class ForkClient:
 
     def end(self) -> None:
         """End the server for good."""
-        self._unfit = "its worker is closing"
+        with self._taking:
+            self._unfit = "its worker is closing"
         self.close()
 
     def close(self) -> None:
-        """End the server."""
-        if self._server is not None:
-            self._server.close()
-        self._server = None
+        """End the server, once if two threads ask for it: its descriptors may be others' then."""
+        with self._taking:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
 
 _CLIENTS: dict[str, ForkClient] = {}

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker import fork_client
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
-from prefect_torch_ddp.protocol.rank import RankFiles
+from prefect_torch_ddp.protocol.rank import Preload, RankFiles
 from tests.support.gangs import alive, all_gone, own_cluster, workers_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing, plain
 
 NAME = "ddp-fork-server"
@@ -204,6 +205,29 @@ def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
         with pytest.raises(RankFailedError, match="exit code 3"):
             run_gang(client, stop_the_server_and_leave, world_size=1)
         assert run_gang(client, name_of_parent, world_size=1) == [NAME]
+
+
+def test_a_server_that_its_worker_ends_as_it_loads_is_ended_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the thread that closes the worker, or by the one that loads: a second time, its
+    descriptors may be another's."""
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(servers())
+    for number in range(20):
+        client = fork_client.ForkClient(f"tcp://worker-{number}")
+        client.warm_up(Preload())
+        wait_until(lambda client=client: client._server is not None)
+        client.end()
+        for thread in threading.enumerate():
+            if thread.name == "prefect-torch-ddp-warm":
+                thread.join(HANG_S)
+                assert not thread.is_alive()
+        assert client.ready(Preload()) is None
+    assert not raised
+    assert not caplog.records
+    assert set(servers()) == before
 
 
 def test_a_server_that_has_ranks_is_given_up_late_and_named(
