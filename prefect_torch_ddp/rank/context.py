@@ -155,7 +155,7 @@ class RankContext:
             InvalidParamsError: this rank was given no dataset.
             StorageError: the dataset was never published, or can't be read.
         """
-        from prefect_torch_ddp.data.datasets.dataset_store import local_dataset  # noqa: PLC0415 - if used
+        from prefect_torch_ddp.data.datasets.dataset_store import local_dataset  # noqa: PLC0415
 
         if self._assembly.folder is None:
             if self.config.dataset_id is None:
@@ -177,7 +177,7 @@ class RankContext:
             InvalidParamsError: this rank was given no dataset.
             StorageError: the dataset was never published.
         """
-        from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place  # noqa: PLC0415 - if used
+        from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place  # noqa: PLC0415
 
         if self.stage == "prepare" or self.config.dataset_id is None:
             source, has_folder = self.config.source, self._assembly.folder is not None
