@@ -151,11 +151,11 @@ def reported(records: Records) -> Records:
     metrics = {
         name: each for name, each in records.metrics.items() if not name.startswith(MEASURED)
     }
-    if len(metrics) == len(records.metrics):
-        return records
     has_any = np.zeros(len(records), bool)
     for having, _ in metrics.values():
         has_any[having] = True
+    if has_any.all() and len(metrics) == len(records.metrics):
+        return records
     return Records(records.rows, metrics).where(has_any)
 
 

@@ -156,14 +156,15 @@ def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
     """On every rank, also steps that it hasn't reached, ranks that it has no more, and what an
     attempt between had made. What it reports before that step, such as the number of parameters,
     before or after the checkpoint was restored, supersedes nothing."""
-    old = [record(step, rank, 1) for step in range(1, 10) for rank in range(2)]
+    old = [record(step, rank, 1, loss=1.0) for step in range(1, 10) for rank in range(2)]
     before = [(step, rank, 1) for step in (1, 2, 3) for rank in range(2)]
-    new = [record(step, rank, 2) for step in range(4, 12) for rank in range(2)]
+    new = [record(step, rank, 2, loss=1.0) for step in range(4, 12) for rank in range(2)]
     assert kept(old, new) == before + [(found.step, found.rank, 2) for found in new]
-    assert kept(old, [record(4, 0, 2)]) == [*before, (4, 0, 2)]
-    third = [record(step, 0, 3) for step in range(2, 4)]
+    assert kept(old, [record(4, 0, 2, loss=1.0)]) == [*before, (4, 0, 2)]
+    third = [record(step, 0, 3, loss=1.0) for step in range(2, 4)]
     assert kept(old, new, third) == [(1, 0, 1), (1, 1, 1), (2, 0, 3), (3, 0, 3)]
-    new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
+    samples = {0: 0, 3: 0, 4: 1}
+    new = [record(step, 0, 2, num_samples=num, loss=1.0) for step, num in samples.items()]
     expected = [(0, 0, 2), (1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 2)]
     assert kept(old[::2], new) == expected
 
@@ -232,7 +233,7 @@ def test_a_metric_named_like_a_column_has_one_of_its_own():
 
 def test_times_are_timestamps():
     """In UTC, to be plotted and subtracted."""
-    times = records_frame(Shelf({part(0): HEAD + line(90)}), RUN)["time"]
+    times = records_frame(Shelf({part(0): HEAD + line(90, loss=1.0)}), RUN)["time"]
     assert times.tolist() == [pd.Timestamp("1970-01-01 00:01:30", tz="UTC")]
 
 

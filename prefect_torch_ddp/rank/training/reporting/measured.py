@@ -27,17 +27,26 @@ class Measurements:
         self._began_s = self._measured_s = time.monotonic()
         self._num_measured = 0
         self._next_s = 0.0
+        self._has_steps = False
 
     def count(self, share: "BatchShare | None") -> None:
-        """Count the samples of a step."""
-        self.num_samples += 0 if share is None else share.num_global
+        """Count the samples of a step; it is time to measure at the first one.
+
+        Its record says where the attempt resumed, and so which records of earlier ones it takes
+        back, also if nothing was reported and there is nothing to measure.
+        """
+        if share is None:
+            return
+        self.num_samples += share.num_global
+        if not self._has_steps:
+            self._has_steps, self._next_s = True, 0.0
 
     def is_due(self, now_s: float) -> bool:
         """Tell whether it is time to measure."""
         return now_s >= self._next_s
 
     def measure(self, now_s: float) -> dict[str, dict[str, float]]:
-        """Return what a record has besides metrics; nothing if there is nothing to measure."""
+        """Return what a record has besides metrics."""
         measured: dict[str, float] = {}
         with suppress(Exception):  # of an object of the user's, for a display
             measured.update(learning_rates(self._tracked))
@@ -46,7 +55,7 @@ class Measurements:
             measured["samples/s"] = num_samples / took_s
         self._num_measured, self._measured_s = self.num_samples, now_s
         self._next_s = now_s + max(MEASURE_INTERVAL_S, (now_s - self._began_s) * MEASURE_SHARE)
-        return {"measured": measured} if measured else {}
+        return {"measured": measured}
 
 
 def learning_rates(tracked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -147,8 +147,7 @@ class Reporter:
             self.newest.take(metrics, max(self._num_samples(), 0))
             if self._log is not None:
                 measured = self._measurements.measure(now_s) if is_due else {}
-                if metrics or measured:
-                    self._log.append(self._record(metrics) | measured)
+                self._log.append(self._record(metrics) | measured)
         if self._timing is not None and not self._closed:
             self._timing.end_step()
         if is_first and now_s >= self._next_progress:
