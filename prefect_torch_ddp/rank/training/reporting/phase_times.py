@@ -52,7 +52,7 @@ class TimingLog:
         if now_s >= self._due_s:
             self._interval_s = next_part_s(self._interval_s, now_s - self._began_s)
             self._due_s = now_s + self._interval_s
-            self.write()
+            self.write(knows_step=share is not None)
             self._log.write_soon()
 
     def write(self, *, knows_step: bool = True) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from prefect_torch_ddp import CheckpointParams, RankContext
+from prefect_torch_ddp import CheckpointParams, RankContext, read_goodput
+from prefect_torch_ddp.rank.training.reporting import phase_times
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.records import read_records
 
@@ -56,3 +57,23 @@ def test_what_is_reported_at_the_restored_step_takes_nothing_back(tmp_path: Path
         validate_between(tmp_path)
     validate_between(tmp_path)
     assert on_record(tmp_path) == [(2, 1, {"val_loss": 1.0}), (2, 2, {"restarts": 1.0})]
+
+
+def test_a_report_before_the_place_is_known_makes_no_work_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its timing record has no step: the steps of the attempt before are useful ones."""
+    monkeypatch.setattr(phase_times, "FIRST_INTERVAL_S", 0.0)
+    for attempt in (1, 2):
+        with (
+            pytest.raises(InterruptedError),
+            RankContext.local(storage=tmp_path, checkpoint=EVERY_2) as ctx,
+        ):
+            ctx.report(num_files=7)
+            if attempt == 2:
+                raise InterruptedError
+            ctx.track(model=nn.Linear(1, 1))
+            for _ in ctx.steps(total=10):
+                if ctx.step == 5:
+                    raise InterruptedError
+    assert read_goodput(tmp_path, "local").steps_s > 0
