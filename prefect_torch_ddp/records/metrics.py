@@ -1,5 +1,6 @@
 """Metrics of a run, read back in columns: its records and its epochs."""
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.metric_names import is_validation
-from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.reading import Stretch, read_parts, record_parts, superseded
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.formats import METRICS
 from prefect_torch_ddp.storage.protocol import Storage
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MEASURED = "\0"
+BEFORE_START = -2
+"""The samples of what was reported before it was known where the attempt begins."""
 ROW = np.dtype(
     [
         ("step", np.int64),
@@ -34,7 +37,7 @@ ROW = np.dtype(
 """What every record has besides its metrics; epochs count from 1, the time is in Unix seconds.
 
 Samples that aren't known, though the record is of a step, are `UNKNOWN_SAMPLES` of
-`records/log.py`.
+`records/log.py`. Those of a record from before the attempt's place was known are `BEFORE_START`.
 """
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -132,6 +135,8 @@ def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
             metrics[name] = float(value)
     if "measured" in line:
         metrics |= {MEASURED + name: float(value) for name, value in line["measured"].items()}
+    if line.get("is_before_start"):
+        line["num_samples"] = BEFORE_START
     return _plain(line), metrics
 
 
@@ -159,35 +164,32 @@ def reported(records: Records) -> Records:
     return Records(records.rows, metrics).where(has_any)
 
 
-def first_steps(records: Records) -> dict[int, tuple[bool, int]]:
+def first_steps(records: Records) -> dict[Stretch, tuple[bool, int]]:
     """Return of every attempt whether it has only records without a step, and its first step.
 
     What one reports before its first step bears the step it resumed from, and must not supersede
-    it; it is of no samples. Of two parts of an attempt's records the smaller such pair is that of
-    both.
+    it; it is of no samples. What it reports before it knows that step is a stretch of its own. Of
+    two parts of a stretch's records the smaller such pair is that of both.
     """
     firsts = {}
     for attempt in np.unique(records.rows["attempt"]).tolist():
-        of_it = records.rows["attempt"] == attempt
-        trained = of_it & (records.rows["num_samples"] != 0)
-        is_untrained = not trained.any()
-        steps = records.rows["step"][of_it if is_untrained else trained]
-        firsts[attempt] = is_untrained, int(steps.min())
+        for stretch in (Stretch(attempt, is_placed=False), Stretch(attempt, is_placed=True)):
+            of_it = rows_of(records, stretch)
+            if not of_it.any():
+                continue
+            trained = of_it & (records.rows["num_samples"] != 0)
+            is_untrained = not stretch.is_placed or not trained.any()
+            steps = records.rows["step"][of_it if is_untrained else trained]
+            firsts[stretch] = is_untrained, int(steps.min())
     return firsts
 
 
-def resumed_at(firsts: Mapping[int, tuple[bool, float]]) -> dict[int, int]:
-    """Return the first step that each attempt makes, also if it was killed before it made one.
-
-    Args:
-        firsts: as `first_steps` gives it. If no attempt has records of a step, the loop is the
-            user's own, and the steps of its records are the numbers of its checkpoints.
-    """
-    has_steps = not all(is_untrained for is_untrained, _ in firsts.values())
-    return {
-        attempt: int(step) + (is_untrained and has_steps)
-        for attempt, (is_untrained, step) in firsts.items()
-    }
+def rows_of(records: Records, stretch: Stretch) -> NDArray[np.bool_]:
+    """Tell which rows are of a stretch."""
+    is_placed = records.rows["num_samples"] != BEFORE_START
+    is_of_attempt = records.rows["attempt"] == stretch.attempt
+    found: NDArray[np.bool_] = is_of_attempt & (is_placed == stretch.is_placed)
+    return found
 
 
 def surviving_records(records: Records) -> Records:
@@ -197,9 +199,9 @@ def surviving_records(records: Records) -> Records:
     its first steps, and takes back those of the attempt before all the same.
     """
     counts = np.ones(len(records), bool)
-    firsts = resumed_at(first_steps(records))
-    for attempt, end in superseded_from(firsts).items():
-        counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
+    for stretch, end in superseded(first_steps(records)).items():
+        if end < math.inf:
+            counts &= ~rows_of(records, stretch) | (records.rows["step"] < end)
     return reported(records if counts.all() else records.where(counts))
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -68,6 +68,51 @@ def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes 
     # Concurrently if that pays: a day's training leaves thousands of small objects, and S3
     # takes some 30 ms for each.
     return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
+
+
+class Stretch(NamedTuple):
+    """What an attempt recorded before it was known where it begins, or since then."""
+
+    attempt: int
+    is_placed: bool
+    """Whether that was known: its checkpoint had been looked for, or it was clear without one."""
+
+
+def resumed_at(firsts: Mapping[Stretch, tuple[bool, float]]) -> dict[int, int]:
+    """Return the first step that each attempt makes, also if it was killed before it made one.
+
+    One that doesn't know it yet is left out. A training may never look for a checkpoint: then all
+    attempts begin with their first records.
+
+    Args:
+        firsts: as `first_steps` of `records/metrics.py` gives it. If no attempt has records of a
+            step, the loop is the user's own, and the steps of its records are the numbers of its
+            checkpoints.
+    """
+    placed = {stretch: first for stretch, first in firsts.items() if stretch.is_placed} or firsts
+    has_steps = not all(is_untrained for is_untrained, _ in placed.values())
+    return {
+        stretch.attempt: int(step) + (is_untrained and has_steps)
+        for stretch, (is_untrained, step) in placed.items()
+    }
+
+
+def superseded(firsts: Mapping[Stretch, tuple[bool, float]]) -> dict[Stretch, float]:
+    """Return the step from which on each stretch's records are superseded; infinity for none.
+
+    What an attempt recorded before its place was known supersedes nothing. Attempts repeat it, so
+    only that of the first one counts, whatever is superseded later: what a reader, such as a
+    tracker, was given of it stays.
+
+    Args:
+        firsts: as for `resumed_at`.
+    """
+    ends = superseded_from(resumed_at(firsts))
+    found = {stretch: ends.get(stretch.attempt, 0.0) for stretch in firsts}
+    if any(stretch.is_placed for stretch in firsts):
+        early = sorted(stretch for stretch in firsts if not stretch.is_placed)
+        found |= dict.fromkeys(early, 0.0) | dict.fromkeys(early[:1], math.inf)
+    return found
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:

@@ -14,9 +14,9 @@ from prefect_torch_ddp.records.metrics import (
     Records,
     first_steps,
     means,
-    resumed_at,
+    rows_of,
 )
-from prefect_torch_ddp.records.reading import superseded_from
+from prefect_torch_ddp.records.reading import Stretch, resumed_at, superseded
 
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
@@ -33,10 +33,8 @@ def _no_sums() -> Floats:
 
 @dataclass
 class _Attempt:
-    """What one attempt reported."""
+    """What one attempt reported, in one of its stretches."""
 
-    first: tuple[bool, float] = (True, np.inf)
-    """As `first_steps` gives it."""
     sums: dict[str, Floats] = field(default_factory=lambda: defaultdict(_no_sums))
     """By metric, as `Records.sums` gives them."""
     last: dict[str, tuple[int, Floats]] = field(default_factory=dict)
@@ -130,7 +128,9 @@ class MetricCurves:
     """
 
     def __init__(self, records: Records | None = None) -> None:
-        self._attempts: dict[int, _Attempt] = defaultdict(_Attempt)
+        self._attempts: dict[Stretch, _Attempt] = defaultdict(_Attempt)
+        self._firsts: dict[Stretch, tuple[bool, int]] = {}
+        """As `first_steps` gives it."""
         self._width = 1
         if records is not None:
             self.add(records)
@@ -139,11 +139,13 @@ class MetricCurves:
         """Take in records of any rank and attempt, each once."""
         while records.rows["step"].max(initial=0) // self._width >= MAX_BINS:
             self._widen()
-        for number, first in first_steps(records).items():
-            attempt = self._attempts[number]
-            attempt.first = min(attempt.first, first)
-            of_it = records.rows["attempt"] == number
-            attempt.add_newest(records.rows[of_it])
+        for stretch, first in first_steps(records).items():
+            attempt = self._attempts[stretch]
+            self._firsts[stretch] = min(first, self._firsts.get(stretch, first))
+            of_it = rows_of(records, stretch)
+            # How far the attempt is, be it no further than this, is kept in one place.
+            whole = self._attempts[stretch._replace(is_placed=True)]
+            whole.add_newest(records.rows[of_it])
             steps = records.rows["step"][of_it]
             epochs, index = np.unique(records.rows["epoch"][of_it], return_inverse=True)
             ends = np.zeros(len(epochs), np.int64)
@@ -164,11 +166,10 @@ class MetricCurves:
         holes: dict[str, int] = defaultdict(int)
         last: dict[int, int] = {}
         bin_starts = np.arange(MAX_BINS) * self._width
-        attempts = dict(sorted(self._attempts.items()))
-        firsts = resumed_at({number: attempt.first for number, attempt in attempts.items()})
-        superseded = superseded_from(firsts)
-        for number, attempt in attempts.items():
-            end = superseded[number]
+        firsts = dict(sorted(self._firsts.items()))
+        ends = superseded(firsts)
+        for stretch, end in ends.items():
+            attempt = self._attempts[stretch]
             for name, sums in attempt.sums.items():
                 merged[name] += np.where(bin_starts < end, sums, 0.0)
             for name, found in attempt.holes.items():
@@ -183,31 +184,32 @@ class MetricCurves:
                 points = zip((some[4] / some[3]).tolist(), means(name, some).tolist(), strict=True)
                 values.setdefault(name.removeprefix(MEASURED), list(points))
         epoch_ends = [last[epoch] for epoch in sorted(last)]
-        resumes = dict(list(firsts.items())[1:])
+        resumes = dict(list(resumed_at(firsts).items())[1:])
         num_holes = {name: num for name, num in holes.items() if num}
         reported = [name for name in merged if not name.startswith(MEASURED) and name in values]
-        last_values = {name: values[name][-1][1] for name in reported} | self._last(superseded)
-        newest = max(attempts, default=0)
-        step, epoch = attempts[newest].position() if attempts else (0, 0)
+        last_values = {name: values[name][-1][1] for name in reported} | self._last(ends)
+        newest = max(self._attempts, default=Stretch(0, is_placed=True))
+        attempt = self._attempts.get(newest, _Attempt())
+        step, epoch = attempt.position()
         return Curves(
             values,
             epoch_ends,
             resumes,
             num_holes,
             last_values,
-            attempt=newest,
+            attempt=newest.attempt,
             step=step,
             epoch=epoch,
-            read_epoch=attempts[newest].num_read_epochs() if attempts else 0,
+            read_epoch=attempt.num_read_epochs(),
             steps_per_point=self._width,
         )
 
-    def _last(self, superseded: Mapping[int, float]) -> dict[str, float]:
+    def _last(self, ends: Mapping[Stretch, float]) -> dict[str, float]:
         """Return the last value of each metric, without what a newer attempt took back."""
         found: dict[str, tuple[int, Floats]] = {}
-        for number, attempt in self._attempts.items():
-            for name, (step, sums) in attempt.last.items():
-                if step < superseded[number] and step >= found.get(name, (0, sums))[0]:
+        for stretch, end in ends.items():
+            for name, (step, sums) in self._attempts[stretch].last.items():
+                if step < end and step >= found.get(name, (0, sums))[0]:
                     found[name] = step, sums
         return {name: float(means(name, sums)) for name, (_, sums) in found.items()}
 

@@ -11,6 +11,7 @@ import pytest
 from prefect_torch_ddp import InvalidParamsError, read_goodput, read_ledger, read_metrics
 from prefect_torch_ddp.records.growing import GrowingRecords
 from prefect_torch_ddp.records.metrics import (
+    BEFORE_START,
     MEASURED,
     epoch_rows,
     read_new_records,
@@ -74,6 +75,28 @@ def test_an_attempt_that_reports_nothing_at_first_takes_back_the_steps_that_it_r
         (400, {"loss": 1.0}),
         (500, {"loss": 0.5}),
     ]
+
+
+def test_what_is_reported_before_the_place_is_known_takes_nothing_back():
+    """In steps as in an own loop. The first attempt's counts: the others repeat it."""
+    early = [record(0, 0, attempt, num_samples=BEFORE_START, files=7) for attempt in (1, 2, 3)]
+    for num in (4, 0):
+        first = [early[0], *(record(step, num_samples=num, loss=1.0) for step in (1, 2, 3))]
+        again = [record(3, attempt=3, num_samples=num, loss=1.0)]
+        assert kept(first) == kept(first, early[1:]) == [(step, 0, 1) for step in range(4)]
+        assert kept(first, early[1:], again) == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 3)]
+        assert kept(first[1:], early[1:], again)[0] == (0, 0, 2)
+        anew = [record(0, attempt=2, num_samples=0, loss=1.0)]
+        assert (0, 0, 1) in kept(first, anew), "a new beginning doesn't lose it"
+    assert kept([early[0]], [early[1]]) == [(0, 0, 2)]
+
+
+def test_a_report_before_the_place_is_known_is_of_no_samples():
+    """Also for a version that doesn't know the field that says so."""
+    written = vars(record(0, num_samples=0, files=7)) | {"is_before_start": True}
+    shelf = Shelf({part(0): HEAD + json.dumps(written).encode()})
+    assert read_metrics(shelf, RUN)["num_samples"].tolist() == [0]
+    assert read_new_records(shelf, RUN, set()).rows["num_samples"].tolist() == [BEFORE_START]
 
 
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():

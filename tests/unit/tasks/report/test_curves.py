@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from prefect_torch_ddp.records.metrics import BEFORE_START
 from prefect_torch_ddp.tasks.report.curves import MAX_BINS, MetricCurves
 from tests.support.records import columns, record
 
@@ -46,6 +47,35 @@ def test_an_attempt_that_was_killed_before_its_first_step_takes_no_step_back():
     loss = [(1, 1.0), (2, 1.0), (3, 1.0)]
     assert found.values == {"loss": loss, "val_loss": [(3, 7.0)]}
     assert found.resumes == {2: 4}
+
+
+def test_a_report_before_the_place_is_known_voids_nothing_in_any_order_of_arrival():
+    """Each attempt repeats it, and that of the first counts; one that got no further voids none."""
+    early = {
+        attempt: record(0, 0, attempt, num_samples=BEFORE_START, files=attempt, loss=9.0)
+        for attempt in (1, 2, 3)
+    }
+    records = [early[1], *(record(step, loss=1.0) for step in (1, 2, 3, 4)), early[2]]
+    for more, loss, resumes in (
+        ([], [(0, 9.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0)], {}),
+        ([early[3], record(3, 0, 3, loss=2.0)], [(0, 9.0), (1, 1.0), (2, 1.0), (3, 2.0)], {3: 3}),
+    ):
+        records += more
+        shuffled = random.Random(1).sample(records, len(records))
+        curves = MetricCurves()
+        for one in shuffled:
+            curves.add(columns([one]))
+        found = curves.snapshot()
+        assert found.values == {"loss": loss, "files": [(0, 1.0)]}
+        assert found.last["files"] == 1.0
+        assert found.resumes == resumes
+
+
+def test_a_training_that_never_knows_its_place_begins_again_with_its_first_report():
+    """It tracks nothing: a newer attempt starts from the beginning."""
+    records = [record(0, 0, attempt, num_samples=BEFORE_START, loss=attempt) for attempt in (1, 2)]
+    found = MetricCurves(columns(records)).snapshot()
+    assert (found.values, found.resumes) == ({"loss": [(0, 2.0)]}, {2: 0})
 
 
 def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
