@@ -1,6 +1,7 @@
 """Helpers for a workload's `prepare`, and what is the dataset of a workload without one."""
 
 import hashlib
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,23 @@ if TYPE_CHECKING:
 NUM_AT_ONCE = 64
 MIN_SAMPLES = 2  # one for each side
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pq")
+_LOG = re.compile(
+    r"(?P<above>(?:.*?/)?)(?:(?P<delta>_delta_log)/|(?P<hudi>\.hoodie)/|(?P<iceberg>metadata)/"
+    r"(?:v\d+|\d+-[0-9a-f-]{36})(?:\.gz)?\.metadata\.json(?:\.gz)?$)"
+)
+"""The name of a file that says which files of a table count, and the table's folder."""
+_FORMATS = {
+    "delta": ("Delta Lake", "deltalake.DeltaTable({where!r}).file_uris()"),
+    "hudi": (
+        "Hudi",
+        (
+            "[{where!r} + '/' + each.base_file_relative_path()"
+            " for each in hudi.HudiTable({where!r}).get_file_slices()]"
+        ),
+    ),
+    "iceberg": ("Iceberg", "[task.file.file_path for task in table.scan().plan_files()]"),
+}
+"""Each with a list of the files that count, in Python."""
 
 
 @exported_by("prefect_torch_ddp.data")
@@ -58,9 +76,37 @@ def is_parquet(name: str) -> bool:
     Files and folders whose name begins with a dot or an underscore are left out, such as _SUCCESS
     and _metadata.
     """
-    parts = name.strip("/").split("/")
-    is_hidden = any(part.startswith(("_", ".")) for part in parts)
-    return name.lower().endswith(PARQUET_SUFFIXES) and not is_hidden
+    return name.lower().endswith(PARQUET_SUFFIXES) and not _is_hidden(name.strip("/"))
+
+
+def refuse_log(name: str, uri: str, to_do: str = "") -> None:
+    """Refuse a file of the log of a table that keeps files whose rows no longer count.
+
+    They were replaced by others: all files of the folder have rows twice, or deleted ones.
+
+    Args:
+        name: of the file, below the folder whose Parquet files are read.
+        uri: of that folder.
+        to_do: what is to be done in addition.
+
+    Raises:
+        InvalidParamsError: it is one; says how to list the files that count.
+    """
+    found = _LOG.match(name)
+    if found is None or _is_hidden(found["above"]):
+        return
+    kind, files = _FORMATS[str(found.lastgroup)]
+    where = f"{uri.rstrip('/')}/{found['above']}".rstrip("/")
+    msg = (
+        f"{where} is a table of {kind}, and {name} says which of its files count: to read all of "
+        "them brings rows twice, and deleted rows. Give table() the list of the current files, "
+        f"such as {files.format(where=where)}{to_do}"
+    )
+    raise InvalidParamsError(msg)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in name.split("/"))
 
 
 def tables_in(source: Readable) -> DatasetReport:
@@ -69,11 +115,12 @@ def tables_in(source: Readable) -> DatasetReport:
     Its digest is that of the names, sizes and ETags: no file is read.
 
     Raises:
-        InvalidParamsError: there is no Parquet file.
+        InvalidParamsError: there is no Parquet file; or a table of Delta Lake, Hudi or Iceberg.
         StorageError: the source can't be listed.
     """
     digest, num_files, num_bytes = hashlib.sha256(source.identity.encode()), 0, 0
     for item in list_dataset(source):
+        refuse_log(item.key, source.uri, ", which a function prepare(ctx) can write into ctx.data")
         if is_parquet(item.key):
             row = repr((item.key, item.num_bytes, item.etag))
             digest.update(row.encode(errors="surrogatepass"))

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
-from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet
+from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet, refuse_log
 from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.locate import is_path
@@ -51,7 +51,8 @@ def find_files(
     and _metadata.
 
     Raises:
-        InvalidParamsError: there is no file.
+        InvalidParamsError: there is no file; or a folder is, or has in it, a table of Delta Lake,
+            Hudi or Iceberg, which also keeps files that no longer count.
         StorageError: the files can't be listed.
     """
     if isinstance(where, str | Path) or not isinstance(where, Iterable):
@@ -76,21 +77,24 @@ def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) ->
         prefix = prefix.rstrip("/")
     is_folder = prefix and not prefix.lower().endswith(PARQUET_SUFFIXES)
     found = list_dataset(source, f"{prefix}/" if is_folder else prefix)
-    listed = [item for item in found if _is_in(item.key, prefix)]
+    what = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
+    listed = [item for item in found if _is_in(item.key, prefix, what)]
     if not listed:
-        what = f"{source.uri.rstrip('/')}/{prefix}".rstrip("/")
         ends = ", ".join(PARQUET_SUFFIXES)
         msg = f"there is no Parquet file in {what}: a name must end with {ends}"
         raise InvalidParamsError(msg)
     return [(source, item) for item in listed]
 
 
-def _is_in(key: str, prefix: str) -> bool:
+def _is_in(key: str, prefix: str, uri: str) -> bool:
+    """Tell whether a listed file is one of the table's; see `refuse_log` for what it refuses."""
     if key == prefix:
         return True
     if prefix and not key.startswith(f"{prefix}/"):
         return False  # a neighbour whose name begins the same way
-    return is_parquet(key.removeprefix(prefix))
+    below = key.removeprefix(prefix).lstrip("/")
+    refuse_log(below, uri)
+    return is_parquet(below)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     Args:
         where: a folder with files at any depth (.parquet, .parq, .pq; sorted by name), a file,
             `s3://bucket/prefix`, a storage such as `ctx.source`, or a list of files in their
-            order. With `storage`, paths in that storage.
+            order. With `storage`, paths in that storage. Of a table of Delta Lake, Hudi or Iceberg,
+            give the list of its current files, such as `DeltaTable(path).file_uris()`.
         columns: names of the columns to read; None: all except the index of pandas or Dask.
         features: names of the numeric columns that become x. A number too large for float32 is an
             error; if integers lose digits, a warning names the column.
@@ -86,10 +87,10 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 
     Raises:
         InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
-            or no row; files disagree on a column's kind (integers, floats, booleans or texts, of
-            any width); a column can't become a tensor (nested, decimal, temporal, binary); or the
-            local copy doesn't fit the disk. Names the file and the column. With `local_copy`,
-            nulls and unknown texts are found here too.
+            or no row; a folder is of Delta Lake, Hudi or Iceberg; files disagree on a column's kind
+            (integers, floats, booleans or texts, of any width); a column can't become a tensor
+            (nested, decimal, temporal, binary); or the local copy doesn't fit the disk. Names the
+            file and the column. With `local_copy`, nulls and unknown texts are found here too.
         StorageError: a file can't be read, or isn't Parquet; or the copy can't be written.
 
     Example:

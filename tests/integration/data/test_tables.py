@@ -12,7 +12,7 @@ import pytest
 import torch
 import xarray as xr
 
-from prefect_torch_ddp import RankContext, S3Storage
+from prefect_torch_ddp import InvalidParamsError, RankContext, S3Storage
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
 from prefect_torch_ddp.records.ledger import read_ledger
@@ -98,6 +98,16 @@ def test_a_bucket_gives_the_batches_of_a_folder(tmp_path, chain_bucket_server, m
             assert walk(rows, BATCH, world) == expected
     few = [table(where, filters=[("number", "<", 100)]) for where in (bucket, folder)]
     assert walk(few[0], BATCH, 2) == walk(few[1], BATCH, 1)
+
+
+def test_a_log_in_a_bucket_is_found(tmp_path, bucket_server) -> None:
+    """Of a table of Delta Lake, whose folder has files that no longer count."""
+    _, bucket = in_both(tmp_path, bucket_server).values()
+    bucket.write("_delta_log/00000000000000000000.json", b"{}")
+    with pytest.raises(InvalidParamsError, match=f"{bucket.uri} is a table of Delta Lake"):
+        table(bucket)
+    files = [f"{i:03d}.parquet" for i in range(3)]
+    assert len(table(files, storage=bucket)) == NUM_ROWS
 
 
 def test_a_piece_in_a_bucket_is_read_by_the_ranges_of_its_columns(bucket_server, tmp_path) -> None:

@@ -1,0 +1,109 @@
+"""Folders of Delta Lake, Hudi and Iceberg, which keep files whose rows no longer count."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.data import table
+from prefect_torch_ddp.data.preparing import tables_in
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
+from tests.unit.data.tables.parquet_files import numbered
+
+UUID = "56b61ee3-16f9-4f4e-b845-f6435a86b798"
+LOGS = {
+    "_delta_log/00000000000000000000.json": ("Delta Lake", "DeltaTable({where!r}).file_uris()"),
+    ".hoodie/hoodie.properties": ("Hudi", "HudiTable({where!r}).get_file_slices()"),
+    ".hoodie/timeline/20250101.commit": ("Hudi", "HudiTable({where!r}).get_file_slices()"),
+    f"metadata/00000-{UUID}.metadata.json": ("Iceberg", "table.scan().plan_files()"),
+    f"metadata/00012-{UUID}.gz.metadata.json": ("Iceberg", "table.scan().plan_files()"),
+    "metadata/v3.metadata.json": ("Iceberg", "table.scan().plan_files()"),
+}
+
+
+@dataclass(frozen=True)
+class Listings(Readable):
+    """A folder that notes each listing."""
+
+    folder: DirectoryStorage
+    asked: list[str]
+
+    @property
+    def uri(self) -> str:
+        return self.folder.uri
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        return self.folder.read_many(parts)
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        self.asked.append(prefix)
+        return self.folder.list_objects(prefix)
+
+
+def put(folder: Path, name: str) -> None:
+    """Write an empty object, with the folders above it."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).touch()
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_folder_whose_log_says_which_files_count_is_refused(tmp_path: Path, name: str) -> None:
+    """Whether it is the table, or has it in it, by any way to it; the files by name are read."""
+    where = numbered(tmp_path / "lake/trips", [8, 8], 8)
+    put(where, name)
+    kind, way_out = LOGS[name]
+    said = f"{re.escape(str(where))} is a table of {kind}.*rows twice.*"
+    said += re.escape(way_out.format(where=str(where)))
+    source = DirectoryStorage(tmp_path)
+    for given, storage in ((where, None), (tmp_path, None), (source, None), ("lake/trips", source)):
+        with pytest.raises(InvalidParamsError, match=said):
+            table(given, storage=storage)
+    with pytest.raises(InvalidParamsError, match=f"{said}.*prepare"):
+        tables_in(source)
+    assert len(table(where / "001.parquet")) == 8
+    assert len(table([where / "001.parquet", where / "000.parquet"])) == 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metadata/columns.metadata.json",
+        "metadata/about.json",
+        "metadata/2024.metadata.json",
+        "my_metadata/v3.metadata.json",
+        "_old/_delta_log/0.json",
+        ".trash/.hoodie/hoodie.properties",
+        "_delta_log",
+        "x_delta_log/0.json",
+        "part=1/.hoodie_partition_metadata",
+    ],
+)
+def test_other_names_are_no_log(tmp_path: Path, name: str) -> None:
+    """A folder `metadata`, and logs of tables in hidden folders, whose files aren't read."""
+    numbered(tmp_path, [8, 8], 8)
+    put(tmp_path, name)
+    assert len(table(tmp_path)) == 16
+    assert tables_in(DirectoryStorage(tmp_path)).num_files == 2
+
+
+def test_a_log_of_a_neighbour_does_not_count(tmp_path: Path) -> None:
+    """Its name begins with that of the folder that is read."""
+    numbered(tmp_path / "a.parquet", [8], 8)
+    put(tmp_path, "a.parquet.old/_delta_log/0.json")
+    assert len(table(tmp_path / "a.parquet")) == 8
+    assert len(table("a.parquet", storage=DirectoryStorage(tmp_path))) == 8
+
+
+def test_to_find_a_log_nothing_more_is_listed(tmp_path: Path) -> None:
+    """It is in the listing of the files."""
+    source = Listings(DirectoryStorage(numbered(tmp_path, [8, 8], 8)), [])
+    table(source)
+    assert source.asked == [""]
+    put(tmp_path, "_delta_log/0.json")
+    with pytest.raises(InvalidParamsError, match="Delta Lake"):
+        table(source)
+    assert source.asked == ["", ""]
