@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import product
 from math import ceil, prod
 
 from prefect_torch_ddp.data.sampler import whole_number
@@ -50,9 +50,13 @@ class Axis:
 
     def blocks(self, span: int) -> list[range]:
         """Return the samples that begin in each span of positions."""
-        begun = groupby(range(self.num), key=lambda number: self.start(number) // span)
-        numbers = (list(each) for _, each in begun)
-        return [range(each[0], each[-1] + 1) for each in numbers]
+        found, begin = [], 0
+        while begin < self.num:
+            end = (self.start(begin) // span + 1) * span
+            stop = min(self.num, -((self.first - end) // self.stride))
+            found.append(range(begin, stop))
+            begin = stop
+        return found
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,14 @@ def pieces_of(
         chunks: positions of a chunk by dimension; a dimension that isn't chunked has none.
         sample_bytes: of a sample, in memory.
     """
-    spans = [
-        chunks.get(axis.name, axis.first + axis.length if i else 1) for i, axis in enumerate(axes)
-    ]
-    blocks = [axis.blocks(span) for axis, span in zip(axes, spans, strict=True)]
-    size = _bytes(blocks, sample_bytes)
+    first_axis, *others = axes
+    blocks = [axis.blocks(chunks.get(axis.name, axis.first + axis.length)) for axis in others]
+    span, size = chunks.get(first_axis.name, 1), _bytes(blocks, sample_bytes)
+    if span > 1:  # else blocks of a sample each, which may be millions, would take gigabytes
+        size *= _longest([first_axis.blocks(span)])
     if size < PIECE_BYTES:
-        blocks[0] = axes[0].blocks(spans[0] * ceil(PIECE_BYTES / size))
+        span *= ceil(PIECE_BYTES / size)
+    blocks.insert(0, first_axis.blocks(span))
     while _bytes(blocks, sample_bytes) > MAX_PIECE_BYTES and _longest(blocks) > 1:
         i = next(i for i, each in enumerate(blocks) if _longest([each]) > 1)
         blocks[i] = [half for each in blocks[i] for half in _halves(each)]
