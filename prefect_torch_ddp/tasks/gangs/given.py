@@ -232,14 +232,29 @@ def _files_of(texts: set[str]) -> Mapping[str, tuple[int, int] | str]:
 
 
 def _listing_of(store: Path) -> str:
-    """Return a digest of the names, sizes and times of all files in a folder."""
+    """Return a digest of the names, sizes and times of all files in a folder, also linked ones."""
     found = []
-    for folder, _, names in os.walk(store):
+    above: dict[str, set[tuple[int, int]]] = {str(store): set()}
+    for folder, below, names in os.walk(store, followlinks=True):
+        here, folders = _about(folder), above.pop(folder)
+        if (here.st_dev, here.st_ino) in folders:  # a link to a folder above
+            below.clear()
+            continue
+        within = os.path.relpath(folder, store)
         for name in names:
-            about = os.stat(os.path.join(folder, name))  # noqa: PTH116, PTH118 - many: no Paths
-            within = os.path.relpath(folder, store)
+            about = _about(os.path.join(folder, name))  # noqa: PTH118 - many: no Paths
             found.append((within, name, about.st_size, about.st_mtime_ns))
+        folders = {*folders, (here.st_dev, here.st_ino)}
+        above.update((os.path.join(folder, name), folders) for name in below)  # noqa: PTH118
     return hashlib.sha256(repr(sorted(found)).encode(errors="surrogatepass")).hexdigest()
+
+
+def _about(path: str) -> os.stat_result:
+    """Return size and time of what a path leads to; of a link to nothing, its own."""
+    try:
+        return os.stat(path)  # noqa: PTH116 - many: no Paths
+    except OSError:
+        return os.lstat(path)
 
 
 class _NamesUsed(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped

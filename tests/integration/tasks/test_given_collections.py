@@ -159,6 +159,32 @@ def test_a_name_depends_on_the_chunks_of_a_zarr_store(read, zarr_format, tmp_pat
     assert len({first, changed, name_now()}) == 3
 
 
+def test_a_name_depends_on_what_is_linked_in_a_zarr_store(tmp_path) -> None:
+    """Its arrays may lie elsewhere, a link may lead into a circle, and another to nothing."""
+    store, elsewhere = tmp_path / "t.zarr", tmp_path / "disk/t"
+    values = xr.Dataset({"t": (("x",), np.arange(8.0))})
+    values.to_zarr(store, zarr_format=3, consolidated=False, encoding={"t": {"chunks": (4,)}})
+    elsewhere.parent.mkdir()
+    (store / "t").rename(elsewhere)
+    (store / "t").symlink_to(elsewhere)
+    (chunk,) = elsewhere.rglob("1")
+
+    def name_now() -> str:
+        (found,) = ids(xr.open_zarr(store, consolidated=False))
+        return found
+
+    first = name_now()
+    os.utime(chunk, (1, 1))
+    changed = name_now()
+    (store / "t/again").symlink_to(store)
+    (store / "t/gone").symlink_to(tmp_path / "nothing")
+    (store / "t/itself").symlink_to("itself")
+    linked = name_now()
+    assert linked == name_now()
+    os.utime(chunk, (2, 2))
+    assert len({first, changed, linked, name_now()}) == 4
+
+
 def test_other_arguments_stay_as_they_are() -> None:
     """A call without collections is the same call, and what xarray holds in memory is a value."""
     call = Call(function, (1, grids().compute(scheduler="sync")), {"a": [2]})
