@@ -87,6 +87,8 @@ class WholeBatches(Dataset[Any], HasLayout):
 
     blocks: Sequence[np.ndarray[Any, Any]]
     """Where the samples are: arrays [samples, ...]."""
+    meaning: Mapping[str, str]
+    """Digests that differ if the numbers mean something else, by what they are digests of."""
 
     @abstractmethod
     def batch_of(self, indices: Sequence[int]) -> Any:

@@ -80,6 +80,13 @@ def whole_number(name: str, value: Any, least: int) -> int:
     return number
 
 
+def refuse_set(name: str, value: object) -> None:
+    """Refuse a set of what is used in an order, which would be another one in each process."""
+    if isinstance(value, set | frozenset):
+        msg = f"{name} is a set, which has another order in each process: give a list"
+        raise InvalidParamsError(msg)
+
+
 def share_range(num_global: int, rank: int, world_size: int) -> range:
     """Return the positions of a global batch that a rank holds: contiguous, the first larger."""
     size, remainder = divmod(num_global, world_size)

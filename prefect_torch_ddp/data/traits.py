@@ -129,6 +129,8 @@ def _look(
     elif isinstance(dataset, WholeBatches):
         for i, block in enumerate(dataset.blocks[:MOST_PARTS]):
             yield f"{name}.blocks[{i}]", values_at(block, positions)
+        for what, digest in dataset.meaning.items():
+            yield f"{what} of {name}", [digest]
     elif _is_table(dataset):
         indices = own["_indices"]
         rows = (i if indices is None else indices.column(0)[i].as_py() for i in positions)

@@ -61,6 +61,7 @@ class CopiedTable(WholeBatches, HasCategories):
     def __init__(self, copy: LocalCopy) -> None:
         self._copy = copy
         self.blocks = copy.blocks
+        self.meaning = copy.form.meaning(copy.categories)
 
     @property
     def categories(self) -> dict[str, tuple[str, ...]]:

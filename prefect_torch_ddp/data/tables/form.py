@@ -1,11 +1,13 @@
 """The form of a table's batches: how columns lie in memory, and the tensors made from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+from prefect_torch_ddp.data.sampler import short_digest
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Batch: TypeAlias = dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor] | torch.Tensor
@@ -49,6 +51,19 @@ class Form:
         if targets:
             blocks.append(Block(dtype, tuple(targets)))
         return cls((*features, *targets), tuple(blocks), has_features=True)
+
+    def meaning(self, categories: Mapping[str, Sequence[str]]) -> dict[str, str]:
+        """Return digests that are equal on two ranks if the numbers in their batches mean the same.
+
+        Of a dict the order of the columns doesn't count.
+        """
+        names = [each.columns for each in self.blocks] if self.has_features else sorted(self.names)
+        codes = sorted((name, *values) for name, values in categories.items())
+        listed = {"list of columns": names, "list of categories": codes}
+        return {
+            name: short_digest(repr(each).encode(errors="surrogatepass"))
+            for name, each in listed.items()
+        }
 
     @property
     def row_bytes(self) -> int:

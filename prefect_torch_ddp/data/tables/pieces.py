@@ -102,11 +102,16 @@ class TablePieces:
 
     @property
     def traits(self) -> dict[str, list[Trait]]:
-        """A few names and sizes of files: equal on all ranks."""
+        """A few names and sizes of files, and what numbers mean: equal on all ranks."""
         some = spread(len(self.files))
         names = [file.listed.key for file in self.files]
         rows = [file.metadata.num_rows for file in self.files]
-        return {"files": values_at(names, some), "rows of files": values_at(rows, some)}
+        meaning = self.form.meaning({name: each.values for name, each in self.columns.items()})
+        return {
+            "files": values_at(names, some),
+            "rows of files": values_at(rows, some),
+            **{name: [digest] for name, digest in meaning.items()},
+        }
 
     @property
     def layout(self) -> str:

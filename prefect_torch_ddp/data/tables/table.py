@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.data.datasets.dataset_store import user_cache
 from prefect_torch_ddp.data.images.location import Location
-from prefect_torch_ddp.data.sampler import whole_number
+from prefect_torch_ddp.data.sampler import refuse_set, whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import absolute_folder
@@ -104,6 +104,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     """
     _require_pyarrow()
     _check(categories, fill)
+    for name, given in (("columns", columns), ("features", features), ("target", target)):
+        refuse_set(name, given)
     buffer = whole_number("shuffle_buffer", shuffle_buffer, 1)
     copies = _folder_of_copies(local_copy)
     if copies is not None and buffer != SHUFFLE_BUFFER:
@@ -141,6 +143,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 
 
 def _check(categories: object, fill: object) -> None:
+    for name, values in categories.items() if isinstance(categories, Mapping) else ():
+        refuse_set(f"categories[{name!r}]", values)
     if isinstance(categories, str):
         msg = (
             f"categories is {categories!r}; give a list of columns, such as [{categories!r}], or a "

@@ -322,6 +322,7 @@ def test_select_refuses_coordinates_that_are_not_sorted(tmp_path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"variables": "t3m"}, r"no variable 't3m'; it has mask, t2m"),
+    ({"variables": {"t2m", "mask"}}, "variables is a set, .*: give a list"),
     ({"window": {"tim": 3}}, "tim is none of them"),
     ({"window": {"lat": 3}, "patch": {"lat": 3}}, "lat is in window and in patch"),
     ({"window": {"time": 3}, "stride": {"lat": 2}}, "lat is none of them"),

@@ -21,6 +21,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
+from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
@@ -370,6 +371,13 @@ def walk_numbers(rows: Any, world: int) -> list[int]:
         ({"fill": 0}, "fill is 0; give a dict by column"),
         ({"fill": [("age", 0)]}, r"fill is \[.*\]; give a dict by column"),
         ({"categories": "kind"}, r"categories is 'kind'; give a list .* such as \['kind'\]"),
+        (
+            {"columns": {"a", "b"}},
+            "columns is a set, which has another order in each process: give a list",
+        ),
+        ({"features": frozenset("ab")}, "features is a set, .*: give a list"),
+        ({"features": ["a"], "target": {"b"}}, "target is a set, .*: give a list"),
+        ({"categories": {"a": ["x"], "b": {"x"}}}, r"categories\['b'\] is a set, .*: give a list"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(options, says, tmp_path) -> None:
@@ -614,6 +622,34 @@ def test_orders_are_told_apart_by_layout_seed_and_window(tmp_path) -> None:
     assert len(orders) == 5
     assert loader_of(table(one), 2).traits == loader_of(table(one), 2).traits
     assert mix_seed(0, 1) != mix_seed(1, 0)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["in windows", "a local copy"])
+def test_ranks_that_take_columns_or_texts_in_another_order_are_told_apart(
+    tmp_path, *, copies: bool
+) -> None:
+    """As from list({"a", "b"}), which has another order in each process; their files are equal."""
+    columns = {"a": [1.0] * 4, "b": [1.0] * 4, "city": ["Oslo", "Oslo", "Rome", None]}
+    folder = write(tmp_path / "t/0.parquet", columns)
+
+    def traits(**options: Any) -> Any:
+        copy = tmp_path / "copies" if copies else False
+        rows = table(folder, fill={"city": "Bonn"}, local_copy=copy, **options)
+        return loader_of(rows, 2).traits
+
+    def codes(*cities: str) -> dict[str, Any]:
+        return {"target": "city", "categories": {"city": cities}}
+
+    first = traits(features=["a", "b"], **codes("Bonn", "Oslo", "Rome", "Ulm"))
+    assert not differing(first, traits(features=["a", "b"], **codes("Bonn", "Oslo", "Rome", "Ulm")))
+    other = traits(features=["b", "a"], **codes("Bonn", "Oslo", "Rome", "Ulm"))
+    assert "list of columns" in differing(first, other)
+    other = traits(features=["a", "b"], **codes("Bonn", "Oslo", "Rome", "Kiel"))
+    assert "list of categories" in differing(first, other)
+    if not copies:  # of a dict the order of the columns doesn't count
+        cities = {"city": ["Bonn", "Oslo", "Rome"]}
+        first = traits(columns=["city", "a", "b"], categories=cities)
+        assert not differing(first, traits(columns=["a", "b", "city"], categories=cities))
 
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch) -> None:
