@@ -73,6 +73,8 @@ class HttpsFile(Readable):
             raise InvalidParamsError(msg) from error
         digest = _DIGEST.fullmatch(fragment.lower())
         fault = _fault_of(url, parts)
+        if not fault and not _has_valid_port(parts):
+            fault = "has a port that is no number up to 65535; write https://host:8443/path/name"
         if fragment and digest is None:
             fault = "may only end with #sha256= and the file's digest, 64 hexadecimal digits"
         if fault:
@@ -164,11 +166,13 @@ class HttpsFile(Readable):
         for number in range(NUM_TRIES):
             try:
                 return self._ask(start, num_bytes)
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 trouble = error
             if number < NUM_TRIES - 1:
                 time.sleep(WAIT_S * 2**number)
         reason = getattr(trouble, "reason", trouble)
+        if not isinstance(trouble, OSError):
+            reason = f"the answer isn't HTTP: {trouble!r:.200}"
         msg = f"{self.url} can't be read, in {NUM_TRIES} tries: {reason}"
         raise StorageError(msg) from trouble
 
@@ -188,6 +192,9 @@ class HttpsFile(Readable):
             kind = ObjectNotFoundError if error.code in GONE else StorageError
             msg = f"{self.url} can't be read: {error.code} {error.reason}"
             raise kind(msg) from error
+        except ValueError as error:  # of a host's name, or of the address that a redirect leads to
+            msg = f"{self.url} can't be read: {error}"
+            raise StorageError(msg) from error
         begins = answer.headers.get("Content-Range", "bytes 0-")
         if not begins.startswith(f"bytes {start}-"):
             answer.close()
@@ -233,6 +240,14 @@ def _fault_of(url: str, parts: SplitResult) -> str:
     except BadKeyError as error:
         return f"ends with a name that can't be used: {error}"
     return ""
+
+
+def _has_valid_port(parts: SplitResult) -> bool:
+    """Tell whether the port is a number that can be one, or left out."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
 
 
 class _HttpsOnly(urllib.request.HTTPRedirectHandler):

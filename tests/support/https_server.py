@@ -28,7 +28,7 @@ class Answers:
     bytes_per_answer: int | None = None
     """After so many the connection breaks."""
     statuses: list[int] = field(default_factory=list)
-    """Of the next answers; 302: with `headers`, and no content."""
+    """Of the next answers; 302: with `headers`, and no content. 0: no status of HTTP."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """The ranges that were asked for."""
 

@@ -61,7 +61,7 @@ def test_a_connection_that_breaks_costs_what_was_not_read(url: str, answers: Ans
     """Each try begins where the last one ended; only tries that bring nothing count."""
     source = resolve_source(url)
     (listed,) = source.list_objects("")
-    answers.bytes_per_answer, answers.statuses, answers.asked = 1000, [503, 200, 500], []
+    answers.bytes_per_answer, answers.statuses, answers.asked = 1000, [503, 200, 0], []
     assert source.read_many([ObjectPart(listed.key, len(CONTENT), etag=listed.etag)]) == [CONTENT]
     assert [first for first, _ in answers.asked[:4]] == [0, 0, 1000, 1000]
     answers.bytes_per_answer = 0
@@ -96,12 +96,31 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
         ({"statuses": [404]}, StorageError, "404"),
         ({"statuses": [503] * 4}, StorageError, "in 4 tries: Service Unavailable"),
         (
+            {"statuses": [0] * 4},
+            StorageError,
+            "in 4 tries: .* isn't HTTP: BadStatusLine.*HTTP/1.0 0",
+        ),
+        (
+            {"statuses": [302], "headers": {"Location": "https://[::1/x"}},
+            StorageError,
+            "my%20names.txt can't be read: Invalid IPv6 URL",
+        ),
+        (
             {"statuses": [302], "headers": {"Location": "http://127.0.0.1/x?key=secret"}},
             StorageError,
             r"leads to an address with http:, and only https is read$",
         ),
     ],
-    ids=["no length", "no version", "packed", "not there", "not now", "a redirect without TLS"],
+    ids=[
+        "no length",
+        "no version",
+        "packed",
+        "not there",
+        "not now",
+        "no HTTP",
+        "a broken redirect",
+        "a redirect without TLS",
+    ],
 )
 def test_a_file_that_cannot_be_vouched_for_is_refused_before_a_run(
     url: str, answers: Answers, changes: dict[str, Any], error: type[Exception], says: str

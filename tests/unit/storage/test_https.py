@@ -22,6 +22,11 @@ DIGEST = "0" * 64
         ("https://host/\N{LATIN SMALL LETTER E WITH ACUTE}.csv", "write it as %"),
         ("https://host/a b.csv", "write it as %"),
         ("https://[::1/a.csv", "can't be read: Invalid IPv6"),
+        (
+            "https://host:SECRET/a.csv",
+            r"https://host/a.csv has a port that is no number up to 65535",
+        ),
+        ("https://host:70000/a.csv", "has a port that is no number up to 65535"),
         ("http://host/a.csv", "by http:, .* give the https:// address"),
         ("ftp://host/a.csv", "by ftp:, .* give the https:// address"),
     ],
