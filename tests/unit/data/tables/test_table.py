@@ -506,6 +506,23 @@ def test_a_large_footer_is_read_whole(tmp_path) -> None:
     assert only_batch(table(folder, ["number"]))["number"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_a_null_among_floats_becomes_the_nearest_one(kind, tmp_path) -> None:
+    """Also of an integer that has more digits, and in a file of nulls only."""
+    dtype = np.dtype(kind)
+    column = pa.array(np.array([0.5, 1.0], dtype), mask=np.array([False, True]))
+    write(tmp_path / "0.parquet", {"a": column})
+    write(tmp_path / "1.parquet", {"a": pa.nulls(1)})
+    for value in (2, -0.1, 2**11 + 3, 2**15 + 1, float("inf")):
+        found = only_batch(table(tmp_path, fill={"a": value}))["a"]
+        expected = np.array([0.5, value, value], dtype)
+        assert found.numpy().dtype == dtype
+        assert found.tolist() == expected.tolist()
+    if kind != "float16":
+        found = only_batch(table(tmp_path, fill={"a": 2**60 + 1}))["a"]
+        assert found.tolist() == [0.5, 2.0**60, 2.0**60]
+
+
 def test_a_fill_needs_room_in_the_tensor_and_not_in_the_file(tmp_path) -> None:
     """What no tensor of the column's dtype can hold is refused before anything is read."""
     small = {"a": pa.array([1, None], pa.uint16()), "b": pa.array([1, None], pa.uint8())}
