@@ -107,11 +107,10 @@ class TablePieces:
         names = [file.listed.key for file in self.files]
         rows = [file.metadata.num_rows for file in self.files]
         meaning = self.form.meaning({name: each.values for name, each in self.columns.items()})
-        return {
-            "files": values_at(names, some),
-            "rows of files": values_at(rows, some),
-            **{name: [digest] for name, digest in meaning.items()},
-        }
+        found = {"files": values_at(names, some), "rows of files": values_at(rows, some)}
+        for name, digest in meaning.items():
+            found[name] = [digest]
+        return found
 
     @property
     def layout(self) -> str:
