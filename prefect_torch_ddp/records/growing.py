@@ -25,19 +25,18 @@ class GrowingRecords:
             NewerFormatError: a part is of a newer format.
             StorageError: the storage can't be read.
         """
-        known = set(self._known)
+        records, newest, known = self._records, self._newest, set(self._known)
         found = read_new_records(self._storage, self._run_id, known)
         new = sorted(known - self._known)
-        if any(key < self._newest.get(_series(key), "") for key in new):
+        if any(key < newest.get(_series(key), "") for key in new):
             # An agent may write what a killed rank left, between parts that were read.
-            known = set()
-            self._records, self._newest = _none(), {}
+            records, newest, known = _none(), {}, set()
             found = read_new_records(self._storage, self._run_id, known)
             new = sorted(known)
         self._known = known
-        self._newest |= {_series(key): key for key in new}
+        self._newest = newest | {_series(key): key for key in new}
         if new:
-            self._records = _joined(self._records, found)
+            self._records = _joined(records, found)
         return self._records
 
 

@@ -81,3 +81,26 @@ def test_a_reading_that_failed_is_done_again(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(Shelf, "read", fail)
         growing.read()
     assert len(growing.read()) == 10
+
+
+def test_a_second_reading_that_failed_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that had been read before were missing from then on."""
+    shelf = Shelf()
+    for part in (1, 3):
+        put(shelf, 0, 1, part, losses(0, 10 * part, 10 * part + 10))
+    growing = GrowingRecords(shelf, RUN)
+    growing.read()
+    put(shelf, 0, 1, 2, losses(0, 20, 30))
+
+    def fail_if_read_before(self: Shelf, key: str) -> bytes:
+        if key.endswith("000002.jsonl"):
+            return self.objects[key]
+        msg = f"can't read {key}"
+        raise StorageError(msg)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(Shelf, "read", fail_if_read_before)
+        growing.read()
+    found = growing.read()
+    assert found.rows.tolist() == read_all_records(shelf, RUN).rows.tolist()
+    assert len(found) == 30
