@@ -68,9 +68,10 @@ _OBJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
 _URL_USER = re.compile(
     r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://"
-    r"(?P<user>[^\s/@:?#\[\"']*:(?!\d{1,5}(?:[/\"']|$))[^\s?#]{0,1000}|[^\s/@?#\"']+)@(?!sha\d+:)"
+    r"(?P<user>[^\s/@:?#\[\"']*:(?!\d{1,5}(?:[/\"']|[?#][\w.-]*=|$))\S{0,1000}|[^\s/@?#\"']+)"
+    r"@(?!sha\d+:)"
 )
-"""`scheme://user:pa/ss@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`."""
+"""`scheme://user:p/a?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`."""
 _USER_IS_PLAIN = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
 """Schemes whose URLs have a user or a container before `@`, which is no secret by itself."""
 _USER = re.compile(

@@ -113,6 +113,12 @@ def test_a_secret_within_a_reference_is_hidden() -> None:
 SECRET_TEXTS = {
     "postgresql://user:p@SSS@host/db": "postgresql://(hidden)@host/db",
     "postgresql://user:pa/SSS@host/db": "postgresql://(hidden)@host/db",
+    "postgresql://user:p#SSS@host/db": "postgresql://(hidden)@host/db",
+    "postgresql://user:p?SSS@host:5432/db?x=1": "postgresql://(hidden)@host:5432/db?x=1",
+    "postgresql://user:pa/s#SSS@host/db": "postgresql://(hidden)@host/db",
+    "postgresql://user:p@ss#SSS@host/db": "postgresql://(hidden)@host/db",
+    "postgresql://user:12#SSS@host/db": "postgresql://(hidden)@host/db",
+    "redis://:p#SSS@host:6379/0": "redis://(hidden)@host:6379/0",
     "mysql+pymysql://u:SSS%40@h/x": "mysql+pymysql://(hidden)@h/x",
     "s3://KEY:SSS@bucket/x": "s3://(hidden)@bucket/x",
     "https://SSS@host/x": "https://(hidden)@host/x",
@@ -165,6 +171,10 @@ def test_credentials_within_a_text_are_hidden(text: str) -> None:
     [
         "s3://bucket/path@v1/file",
         "https://host:8080/a@b/c",
+        "http://host:8080?x=a@b",
+        "http://host:8080/x?y=a@b",
+        "http://host:8080#x=a@b",
+        "http://host?x=a:b@c",
         "tcp://127.0.0.1:8786",
         "http://[::1]:80/x@y",
         "git@github.com:x/y.git",
