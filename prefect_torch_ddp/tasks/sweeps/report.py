@@ -45,7 +45,8 @@ def sweep_report(
     Args:
         task: the task as it was called: if you changed it by `with_options`, the changed task.
         metric: name of the metric that decides which call is best. If it is the task's
-            `checkpoint.best_metric`, the best value of each call counts, otherwise its last value.
+            `checkpoint.best_metric`, the best value in a checkpoint of each call counts. Otherwise,
+            and of a call whose checkpoints have none, the last value counts.
         mode: "max": larger values are better. "min": smaller ones are.
 
     Returns:
@@ -122,7 +123,9 @@ def _has_hidden(value: Any) -> bool:
 def _score(record: RunRecord, metric: str, mode: str) -> float:
     """Return what a run is compared by; the worst value of all if it has none."""
     is_kept_by = (record.best_metric, record.best_mode) == (metric, mode)
-    value = record.best_value if is_kept_by else record.metrics.get(metric)
+    value = record.best_value if is_kept_by else None
+    if value is None:  # also if it was only reported after the last checkpoint
+        value = record.metrics.get(metric)
     if record.state == "completed" and value is not None and math.isfinite(value):
         return value
     return -math.inf if mode == "max" else math.inf

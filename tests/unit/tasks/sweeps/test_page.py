@@ -113,3 +113,10 @@ def test_a_best_value_counts_only_if_it_is_the_best_in_the_sweeps_sense(
     ranked = {"state": "completed", "best_metric": "loss", "best_mode": best_mode}
     record = RECORD.model_copy(update={**ranked, "best_value": 0.25, "metrics": {"loss": 0.5}})
     assert _score(record, "loss", "min") == expected
+
+
+def test_a_best_value_that_no_checkpoint_has_is_the_last_one() -> None:
+    """The call was refused as if it had reported nothing: it made no checkpoint after a report."""
+    kept = {"state": "completed", "best_metric": "loss", "best_mode": "min", "best_value": None}
+    record = RECORD.model_copy(update={**kept, "metrics": {"loss": 0.5}})
+    assert _score(record, "loss", "min") == 0.5
