@@ -41,6 +41,7 @@ MIN_HEARTBEATS = 2
 HEARTBEAT = "prefect.flow-run.heartbeat"
 SILENT_STATES = ["Completed", "Failed", "Cancelling", "Cancelled", "Crashed", "Paused", "Suspended"]
 """A run in one of these sends no heartbeats, or is none to be resumed."""
+RESUMES, STOPS, LOST = "resume-crashed", "stop-resume-crashed", "lost"
 PARAMETER = "params"
 PARAMS = (
     "{{ dict(flow_run.parameters.params or {}, resume_from='flow-run:' ~ flow_run.id) | tojson }}"
@@ -71,7 +72,8 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
             f"{PARAMETER}, a TrainParams, can be passed on to the run that resumes"
         )
         raise InvalidParamsError(msg)
-    name = f"resume-crashed-{deployment_name.replace('/', '-')}"
+    delete_former(deployment_name, deployment_id)
+    name = f"{RESUMES}-{deployment_name}"
     template = {"__prefect_kind": "jinja", "template": PARAMS}
     resumes = AutomationCore(
         name=name,
@@ -87,13 +89,13 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
         ],
     )
     stops = AutomationCore(
-        name=f"stop-{name}",
+        name=f"{STOPS}-{deployment_name}",
         description=f"Pauses {name} after {MAX_CRASHES} crashes within a day.",
         trigger=crashes(deployment_id, threshold=MAX_CRASHES, within=WITHIN),
         actions=[PauseAutomation(automation_id=replace_automation(resumes))],
     )
     replace_automation(stops)
-    lost = f"lost-{deployment_name.replace('/', '-')}"
+    lost = f"{LOST}-{deployment_name}"
     if lost_after_s is None:
         delete_automation(lost)
         return name
@@ -105,6 +107,19 @@ def register(deployment_name: str, after_s: float, lost_after_s: float | None) -
         AutomationCore(name=lost, description=described, trigger=trigger, actions=[crashed])
     )
     return name
+
+
+def delete_former(deployment_name: str, deployment_id: UUID) -> None:
+    """Delete a deployment's automations of their former names.
+
+    These had a dash for the slash, so that they may be another deployment's.
+    """
+    with get_client(sync_client=True) as client:
+        for kind in (RESUMES, STOPS, LOST):
+            name = f"{kind}-{deployment_name.replace('/', '-')}"
+            for found in client.read_automations_by_name(name):
+                if str(deployment_id) in found.trigger.model_dump_json():
+                    client.delete_automation(found.id)
 
 
 def crashes(

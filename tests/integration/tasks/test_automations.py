@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import pytest
@@ -15,6 +15,8 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
+from prefect.events.actions import DoNothing
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.states import Crashed, Running
 
 from prefect_torch_ddp import RankFailedError, train_flow
@@ -152,7 +154,7 @@ def test_a_run_whose_machine_is_lost_is_resumed(tmp_path: Path) -> None:
 
         wait_until(resumed, what="a run that the automation makes")
         assert resumed()[0].parameters["params"]["resume_from"] == f"flow-run:{lost.id}"
-        name = "lost-train-ddp-lost"
+        name = "lost-train-ddp/lost"
         assert client.read_automations_by_name(name)
         register()
         assert not client.read_automations_by_name(name)
@@ -205,7 +207,7 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
             return [run for run in runs if run.state is not None and run.state.is_scheduled()]
 
         def enabled() -> bool:
-            name = "resume-crashed-train-ddp-crashing"
+            name = "resume-crashed-train-ddp/crashing"
             (automation,) = client.read_automations_by_name(name)
             return automation.enabled
 
@@ -223,6 +225,45 @@ def test_a_crashed_run_of_a_deployment_is_resumed() -> None:
         assert enabled()
     expected = {**given["params"], "resume_from": f"flow-run:{crashed.id}"}
     assert first.parameters == {"params": expected}
+
+
+@flow(name="train")
+def trains_too(params: dict[str, Any]) -> None:
+    """Have a name that begins another flow's."""
+
+
+def test_two_deployments_have_automations_of_their_own() -> None:
+    """The second one took the first one's place, as the names differed only in the slash.
+
+    Automations of such a former name are replaced if they are this deployment's.
+    """
+    of_both = {"train-ddp/twin": deployed("twin")}
+    of_both["train/ddp-twin"] = cast("UUID", trains_too.to_deployment("ddp-twin").apply())
+    kinds = ("resume-crashed", "stop-resume-crashed", "lost")
+    former = [f"{kind}-train-ddp-twin" for kind in kinds]
+    with get_client(sync_client=True) as client:
+
+        def watched_by(name: str) -> set[str]:
+            found = client.read_automations_by_name(name)
+            return {
+                each.trigger.model_dump()["match_related"]["prefect.resource.id"] for each in found
+            }
+
+        for name, each in zip(former, [*of_both.values(), UUID(int=0)], strict=True):
+            match = {"prefect.resource.id": f"prefect.deployment.{each}"}
+            trigger = EventTrigger(
+                match_related=match, expect={"never"}, posture=Posture.Reactive, threshold=1
+            )
+            client.create_automation(
+                AutomationCore(name=name, trigger=trigger, actions=[DoNothing()])
+            )
+        for number, name in enumerate(of_both):
+            command = [sys.executable, "deployments/resume_crashed.py", name, "--lost-after", "999"]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+            assert [bool(watched_by(each)) for each in former] == [False, number == 0, True]
+        for name, each in of_both.items():
+            of_it = {f"prefect.deployment.{each}"}
+            assert [watched_by(f"{kind}-{name}") for kind in kinds] == [of_it] * 3
 
 
 @flow(name="of-a-user")
@@ -250,4 +291,4 @@ def test_a_flow_whose_parameters_would_be_lost_is_refused(has: Any, named: str) 
         f"nothing was registered: the flow of {at} has the parameters {named}, and" in done.stderr
     )
     with get_client(sync_client=True) as client:
-        assert not client.read_automations_by_name(f"resume-crashed-{has.name}-nightly")
+        assert not client.read_automations_by_name(f"resume-crashed-{at}")
