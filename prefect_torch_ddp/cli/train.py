@@ -110,7 +110,8 @@ def resume(
 ) -> None:
     """Continue a run from its newest checkpoint.
 
-    This starts a new run with the same parameters, except for those given here.
+    This starts a new run with the same parameters, except for those given here. With another
+    cluster.cluster_class, the recorded cluster_kwargs are left out.
     """
     from prefect_torch_ddp.records.run_record import read_record, recorded_dataset
     from prefect_torch_ddp.server import use_server
@@ -125,7 +126,13 @@ def resume(
     if record.is_finished and not options and not changes:
         msg = f"run {run_id} is completed; say what more to do, e.g. -o epochs=30"
         raise InvalidParamsError(msg)
-    replaced = {*_names(changes), *_excluded(changes)} | {f"options.{name}" for name in options}
+    cluster = record.parameters.get("cluster")  # a text if it was too long for the record
+    was = cluster.get("cluster_class") if isinstance(cluster, dict) else None
+    replaced = {
+        *_names(changes),
+        *_excluded(changes, was),
+        *(f"options.{name}" for name in options),
+    }
     given_whole = [*_groups(parse_values(param, "-p"))]
     recorded, *_ = recorded_params(opened, run_id, replaced, given_whole)
     use_server()
@@ -166,17 +173,24 @@ def _before(recorded: "TrainParams", changes: Mapping[str, Any]) -> dict[str, An
     before = recorded.model_dump(exclude_unset=True)
     if "cluster" in changes and recorded.cluster == ClusterParams():
         before.pop("ranks_per_worker", None)  # there one worker has all ranks
-    for name in _excluded(changes):
+    for name in _excluded(changes, recorded.cluster.cluster_class):
         before.get("cluster", {}).pop(name.removeprefix("cluster."), None)
     return before
 
 
-def _excluded(changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the dotted names of what can't be given with the cluster that changes name."""
+def _excluded(changes: Mapping[str, Any], recorded_class: str | None) -> Iterator[str]:
+    """Yield the dotted names of what can't be given with the cluster that changes name.
+
+    Nor are the arguments of one class those of another.
+    """
     cluster = changes.get("cluster")
+    if not isinstance(cluster, dict):
+        return
     for name, excluded in EXCLUDED_BY.items():
-        if isinstance(cluster, dict) and cluster.get(name):
+        if cluster.get(name):
             yield from (f"cluster.{each}" for each in excluded)
+    if cluster.get("cluster_class", recorded_class) != recorded_class:
+        yield "cluster.cluster_kwargs"
 
 
 def _over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

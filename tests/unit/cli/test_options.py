@@ -197,9 +197,17 @@ def test_a_run_of_its_own_cluster_is_placed_anew_on_another() -> None:
         ({"address": "tcp://a:1"}, {"address": "tcp://b:1"}, {}),
         ({"address": "tcp://a:1"}, {"scheduler_file": "/s.json"}, {}),
         ({"scheduler_file": "/s.json"}, {"cluster_class": "a.B"}, {}),
+        ({"cluster_class": "a.B", "cluster_kwargs": {"n": 1}}, {"cluster_class": "a.C"}, {}),
+        ({"cluster_kwargs": {"n": 1}}, {"cluster_class": "a.C", "cluster_kwargs": {"m": 2}}, {}),
+        ({"cluster_class": "a.B", "cluster_kwargs": {"n": 1}}, {"cluster_class": None}, {}),
+        (
+            {"cluster_class": "a.B", "cluster_kwargs": {"n": 1}, "adapt_kwargs": {"maximum": 2}},
+            {"cluster_class": "a.C"},
+            {"adapt_kwargs": {"maximum": 2}},
+        ),
         (
             {"cluster_class": "a.B", "cluster_kwargs": {"n": 1}},
-            {"cluster_class": "a.C"},
+            {"cluster_class": "a.B"},
             {"cluster_kwargs": {"n": 1}},
         ),
     ],
@@ -207,7 +215,10 @@ def test_a_run_of_its_own_cluster_is_placed_anew_on_another() -> None:
 def test_a_cluster_that_is_named_takes_the_place_of_the_recorded_one(
     recorded: dict[str, Any], change: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    """A run of a batch system's cluster couldn't be resumed on one that runs, nor the other way."""
+    """A run of a batch system's cluster couldn't be resumed on one that runs, nor the other way.
+
+    Another class got the arguments of the recorded one.
+    """
     whole = ClusterParams(**recorded).model_dump()  # a record has every value
     before = _before(TrainParams(cluster=ClusterParams(**whole)), {"cluster": change})
     made = checked_params({**before, **_over(before, {"cluster": change})})
@@ -224,5 +235,8 @@ def test_two_clusters_that_are_named_are_refused() -> None:
 
 def test_a_secret_of_the_recorded_cluster_is_not_needed_on_another_one() -> None:
     """What isn't on record of the cluster that gives way was asked for."""
-    assert {*_excluded({"cluster": {"address": "tcp://a:1"}})} >= {"cluster.cluster_kwargs"}
-    assert not {*_excluded({"cluster": {"address": None, "cluster_kwargs": {"n": 1}}})}
+    kwargs = "cluster.cluster_kwargs"
+    assert {*_excluded({"cluster": {"address": "tcp://a:1"}}, None)} >= {kwargs}
+    assert not {*_excluded({"cluster": {"address": None, "cluster_kwargs": {"n": 1}}}, None)}
+    assert kwargs in {*_excluded({"cluster": {"cluster_class": "a.C"}}, "a.B")}
+    assert kwargs not in {*_excluded({"cluster": {"cluster_class": "a.B"}}, "a.B")}
