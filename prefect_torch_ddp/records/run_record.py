@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, PrivateAttr
 from pydantic_core import from_json, to_json
 
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, StorageError
+from prefect_torch_ddp.records.non_finite import as_given, as_stored
 from prefect_torch_ddp.records.reading import contents
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Goodput, Report, Result
 from prefect_torch_ddp.storage.formats import (
@@ -28,6 +29,8 @@ from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 RunState = Literal["training", "completed", "failed", "cancelled"]
 PREFIX = "run-records/"
+OF_ANY_KIND = ("parameters", "options", "data_options", "arguments", "value")
+"""The fields of a record with values that their own code chose."""
 UNUSABLE = "can't be evaluated or resumed by its record"
 
 logger = logging.getLogger(__name__)
@@ -119,6 +122,7 @@ class RunRecord(Result):
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Read a stored record; raises as `Format.from_bytes`."""
         values = RUN_RECORD.check(from_json(data), where)
+        values |= {name: as_given(values[name]) for name in OF_ANY_KIND if name in values}
         record, unknown = build_model(cls, values)
         record.keep(unknown)
         return record
@@ -127,8 +131,14 @@ class RunRecord(Result):
         """Return it as it is stored, with what a later version of this package wrote there."""
         # Through plain values: pydantic would make null of a float in a nested model that JSON
         # lacks.
-        plain = restore_unknown(self.model_dump(mode="json"), self._unknown)
+        plain = restore_unknown(self.plain(), self._unknown)
         return to_json(RUN_RECORD.stamp(plain), indent=1, inf_nan_mode="strings")
+
+    def plain(self) -> dict[str, Any]:
+        """Return its fields as JSON has them, but floats in typed ones that JSON lacks."""
+        # Pydantic would make null of such a float where a value is of any kind.
+        changes = {name: as_stored(getattr(self, name)) for name in OF_ANY_KIND}
+        return self.model_copy(update=changes).model_dump(mode="json")
 
     @property
     def unknown(self) -> Unknown:

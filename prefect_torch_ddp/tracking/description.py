@@ -245,7 +245,7 @@ def plain_value(value: Any, name: str = "", max_characters: int = MAX_CHARACTERS
     # Sets of texts have another order in each process.
     ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     try:
-        plain = to_jsonable_python(ordered, fallback=_named, inf_nan_mode="strings")
+        plain = to_jsonable_python(ordered, fallback=_named, inf_nan_mode="constants")
         as_json = to_json(plain)
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
         return hidden(name, _named(value))

@@ -311,7 +311,7 @@ def _results(record: RunRecord) -> dict[str, Any]:
 
 def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield the values by which two runs are compared, each under its group and name."""
-    plain = record.model_dump(mode="json")
+    plain = record.plain()
     for name in CODE:
         yield ("code" if name in ("commit", "is_dirty") else "run", name), plain[name]
     for name in DATA:

@@ -192,6 +192,19 @@ def test_two_runs_are_compared_by_what_differs_and_by_their_results(storage):
         compare_runs(storage, "run-1", "run-1")
 
 
+def test_two_runs_differ_by_floats_that_json_lacks(storage: DirectoryStorage) -> None:
+    """All of them were the same nothing; a NaN is no difference to a NaN."""
+    given = {"clip": math.inf, "fill": math.nan, "text": "NaN"}
+    for night, changes in enumerate(({}, {"clip": -math.inf, "text": math.nan})):
+        write_record(storage, record(night, options=plain_values({**given, **changes})))
+    assert read_record(storage, "run-0").options["clip"] == math.inf
+    table = compare_runs(storage, "run-0", "run-1").loc["options"]
+    assert table.to_dict("index") == {
+        "clip": {"run-0": "Infinity", "run-1": "-Infinity"},
+        "text": {"run-0": "(text) NaN", "run-1": "NaN"},
+    }
+
+
 def test_two_runs_differ_by_values_too_long_to_be_kept(storage: DirectoryStorage) -> None:
     """A short digest tells them apart, and is the same for equal ones, also of sets."""
     long, ordered = list(range(2_000)), [f"class_{each}" for each in range(500)]

@@ -1,5 +1,7 @@
 """The parameters on a run's record, by which its checkpoint is evaluated, or a refusal."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import read_record, write_record
 from prefect_torch_ddp.server import ServerError
 from prefect_torch_ddp.tracking.description import draft_record, plain_values, recorded_params
 from tests.support.pages import DATASET
@@ -36,6 +38,26 @@ def test_the_parameters_come_back(tmp_path: Path) -> None:
     assert (params.options["epochs"], dataset.dataset_id, experiment) == (3, "d", "e")
     assert dataset.model_dump() == DATASET
     assert params.options["about"] == given
+
+
+def test_floats_that_json_lacks_come_back(tmp_path: Path) -> None:
+    """They came back as None; a text that is written like one stays a text."""
+    storage, inf = DirectoryStorage(tmp_path), math.inf
+    given = {"clip": inf, "bounds": [-inf, {"high": inf}], "missing": ["NaN", "(text) Infinity"]}
+    put_on_record(storage, {**given, "fill": math.nan})
+    for _ in range(2):
+        params, *_ = recorded_params(storage, "r")
+        assert math.isnan(params.options["fill"])
+        assert {**params.options, "fill": 0} == {**given, "fill": 0}
+        write_record(storage, read_record(storage, "r"))  # as an evaluation does
+    (file,) = tmp_path.rglob("run-records/**/*.json")
+    stored = json.loads(file.read_text("utf-8"), parse_constant=pytest.fail)
+    assert stored["options"] == {
+        "clip": "Infinity",
+        "bounds": ["-Infinity", {"high": "Infinity"}],
+        "missing": ["(text) NaN", "(text) (text) Infinity"],
+        "fill": "NaN",
+    }
 
 
 @pytest.mark.parametrize(
