@@ -236,12 +236,12 @@ def _start_server(home: Path) -> None:
     """
     _check_home(home)
     with (home / "server.lock").open("ab") as file:
-        _lock(file)
+        _lock(file, home)
         if not is_prefect(LOCAL_API):
             _start_server_alone(home)
 
 
-def _lock(file: BinaryIO) -> None:
+def _lock(file: BinaryIO, home: Path) -> None:
     """Wait until no other process starts the server; the lock ends when the file is closed."""
     deadline = time.monotonic() + READY_S
     # Not for longer than a start may take: the other process may be suspended.
@@ -250,7 +250,13 @@ def _lock(file: BinaryIO) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.2)
-        except OSError:  # a home on a file system without locks, as some NFS
+        except OSError as error:  # a home on a file system without locks, as some NFS
+            words = (
+                f"{home} can't be locked ({error.strerror}): commands that start a Prefect server "
+                "at the same time may disturb each other, and its database may not work. Set "
+                "PREFECT_HOME to a folder on a local disk, or PREFECT_API_URL to a server that runs"
+            )
+            print(words, file=sys.stderr, flush=True)  # noqa: T201 - no logging yet
             return
         else:
             return

@@ -23,6 +23,7 @@ from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as
 from prefect_torch_ddp.server import (
     EMBEDDED_START_S,
     ServerError,
+    _lock,
     adjust_embedded_server,
     check_embedded_server,
     refuse_strangers_server,
@@ -128,3 +129,20 @@ def test_a_server_of_another_user_is_not_used(owner: int, is_refused: bool, tmp_
     says = "at 127.0.0.1:4200 is that of user 12345: set PREFECT_API_URL"
     with pytest.raises(ServerError, match=says) if is_refused else nullcontext():
         refuse_strangers_server(4200, tables)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_home_without_locks_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, has_locks: bool
+) -> None:
+    """Commands started servers at the same time, one of which failed, and nothing said why."""
+    (tmp_path / "server.lock").touch()
+    # The kernel refuses the lock of an O_PATH, as of a file on some NFS.
+    flags = os.O_RDONLY if has_locks else os.O_PATH
+    with os.fdopen(os.open(tmp_path / "server.lock", flags), "rb", buffering=0) as file:
+        _lock(file, tmp_path)
+    said = capsys.readouterr().err
+    assert bool(said) is not has_locks
+    if said:
+        assert said.startswith(f"{tmp_path} can't be locked (Bad file descriptor): commands that")
+        assert "Set PREFECT_HOME to a folder" in said
