@@ -10,14 +10,10 @@ from prefect_torch_ddp.records.run_record import RunRecord
 
 
 def given(record: RunRecord) -> Mapping[str, Any]:
-    """Return what a run was given; nested."""
-    return {
-        **record.parameters,
-        "options": record.options,
-        "data_options": record.data_options,
-        "arguments": record.arguments,
-        "seed": record.seed,
-    }
+    """Return what a run was given, as it is stored; nested."""
+    plain = record.plain()
+    named = ("options", "data_options", "arguments", "seed")
+    return {**plain["parameters"], **{name: plain[name] for name in named}}
 
 
 def series_names(

@@ -1,5 +1,7 @@
 """What a tracker is told of a run, and when: each step once, whoever is killed."""
 
+import json
+import math
 import sys
 from collections import defaultdict
 
@@ -10,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, TrackerError
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.tracking.trackers import mlflow_tracker, sync
-from prefect_torch_ddp.tracking.trackers.facts import evaluated, series_names
+from prefect_torch_ddp.tracking.trackers.facts import evaluated, given, series_names
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader, Mark
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
@@ -312,3 +314,12 @@ def test_a_run_is_followed_until_it_has_completed(shelf: Shelf) -> None:
     assert done == [10, 6, 0, 4]
     assert book.series == history(shelf)
     assert next(events, None) is None
+
+
+def test_floats_that_json_lacks_are_texts_in_trackers() -> None:
+    """W&B writes `Infinity` into its JSON, which no other reader takes, and null for NaN."""
+    options = {"clip": math.inf, "bounds": [math.nan], "missing": "NaN"}
+    told = given(RunRecord(**ABOUT, began=BEGAN, options=options, seed=3))
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    expected = {"clip": "Infinity", "bounds": ["NaN"], "missing": "(text) NaN"}
+    assert (told["options"], told["seed"]) == (expected, 3)
