@@ -23,6 +23,7 @@ from prefect_torch_ddp.params import ContextOptions
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.task_training import (
     TaskCode,
     TaskParams,
@@ -33,7 +34,6 @@ from prefect_torch_ddp.tasks.gangs.task_training import (
 from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched, watched_list
 from prefect_torch_ddp.tracking.digest import value_digest
 

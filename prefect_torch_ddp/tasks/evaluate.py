@@ -6,9 +6,9 @@ from prefect.logging import get_run_logger
 from prefect_torch_ddp.checkpoint.keys import CheckpointId, attempt_folder, evaluation_folder
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary, values_in_words
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 
 def chosen_checkpoint(run: Run, training: TrainingSummary) -> CheckpointRef:

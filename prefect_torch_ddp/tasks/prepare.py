@@ -8,13 +8,13 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
 from prefect_torch_ddp.tasks.report.markdown import count, size
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -12,9 +12,9 @@ from prefect_torch_ddp.checkpoint.attempts import read_failures
 from prefect_torch_ddp.gang.policy import Action, TaskFailure, decide
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.workload import path_of
 from prefect_torch_ddp.tracking.description import draft_record, plain_values
 from prefect_torch_ddp.tracking.finished import finished_training, record_finished

@@ -9,7 +9,8 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError, TaskCancelled
 from prefect_torch_ddp.server import check_embedded_server
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, cancel_in_words, flow_cancelled
+from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS
+from prefect_torch_ddp.tasks.cancel.states import cancel_in_words, flow_cancelled
 
 P = ParamSpec("P")
 R = TypeVar("R")

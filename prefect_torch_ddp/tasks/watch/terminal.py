@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, LogLine, Progress, Waiting
+from prefect_torch_ddp.tasks.cancel.api import run_logger
 from prefect_torch_ddp.tasks.report.markdown import duration
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.watch.cancel import run_logger
 from prefect_torch_ddp.tasks.watch.task_watch import ANSWER_S, answer_of
 
 TOPIC = "prefect-torch-ddp-progress"

@@ -29,8 +29,9 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.gang.liveness import own_task_watch
-from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_tasks
-from prefect_torch_ddp.tasks.watch.cancel_request import (
+from prefect_torch_ddp.tasks.cancel.api import set_state_if_known
+from prefect_torch_ddp.tasks.cancel.left_tasks import stop_tasks
+from prefect_torch_ddp.tasks.cancel.request import (
     cancel_request,
     close_cancelled,
     run_without_runner,

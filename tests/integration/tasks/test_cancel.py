@@ -4,12 +4,14 @@ All ranks stop after one step with its checkpoint, the state is Cancelled, no re
 nothing remains.
 """
 
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +24,7 @@ from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.exceptions import CancelledRun, PrefectHTTPStatusError, TerminationSignal
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import AwaitingRetry, Cancelling
+from prefect.states import AwaitingRetry, Cancelling, Running
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
@@ -30,8 +32,9 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.records.run_record import list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.cancel.left_tasks import stop_task
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.train_run import run_id_of
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled, stop_task
 from tests.support.gangs import alive, pids_in
 from tests.support.runs import (
     events_of,
@@ -176,13 +179,11 @@ def flow_process(
         )
         try:
             yield process
-        except BaseException:
-            sys.stderr.write((folder / "said").read_text(errors="replace"))
-            raise
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            sys.stderr.write((folder / "said").read_text(errors="replace"))  # if the test fails
 
 
 def ranks_of(folder: Path, num_ranks: int = 2) -> list[int]:
@@ -619,6 +620,48 @@ def test_a_task_that_cannot_say_how_it_ended_has_the_reason(
     assert state is not None
     assert (state.name, state.message) == ("Cancelled", f"its flow was {why}")
     assert f"; {again} ends it at once" in caplog.text
+
+
+def _press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def _press_in_a_callback() -> None:
+    """Send it where what its handler raises is lost: Python prints it, and goes on."""
+    thing = type("Thing", (), {})()
+    kept = weakref.ref(thing, lambda _: _press())
+    del thing
+    assert kept() is None
+
+
+@pytest.mark.parametrize("press", [_press, _press_in_a_callback])
+def test_ctrl_c_again_at_any_point_closes_the_task_run(
+    dask_cluster: LocalCluster, caplog: pytest.LogCaptureFixture, press: Callable[[], None]
+) -> None:
+    """Right after the line that names it, the task run stayed open, or the signal was lost."""
+
+    class Impatient(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "Ctrl-C again" in record.getMessage():
+                press()
+
+    caplog.set_level(logging.WARNING)
+    impatient, log = Impatient(), logging.getLogger("prefect_torch_ddp")
+    before = signal.getsignal(signal.SIGINT)
+    with get_client(sync_client=True) as api, Client(dask_cluster) as client:
+        flow_run = api.create_flow_run(flow(lost.fn, name="left"))
+        task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=Running())
+        future = PrefectDaskFuture[None](task_run.id, client.submit(lost.fn))
+        log.addHandler(impatient)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                stop_task(future, 20.0, "cancelled", KeyboardInterrupt())
+        finally:
+            log.removeHandler(impatient)
+        state = api.read_task_run(task_run.id).state
+    assert state is not None
+    assert (state.name, state.message) == ("Cancelled", "its flow was cancelled")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class BusyApi(Wire):

@@ -33,7 +33,7 @@ from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.gang.liveness import own_task_watch, own_worker_leaves
 from prefect_torch_ddp.gang.worker import mailbox
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from tests.support.gangs import begun, extra_worker, own_cluster, workers_of
 from tests.support.records import assert_adds_up, read_records
 from tests.support.runs import (

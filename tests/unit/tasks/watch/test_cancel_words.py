@@ -7,7 +7,7 @@ from prefect.exceptions import CancelledRun, TerminationSignal
 
 from prefect_torch_ddp.errors import GangCancelledError, TaskCancelled, saved_by
 from prefect_torch_ddp.gang.liveness import UNWANTED
-from prefect_torch_ddp.tasks.watch.cancel import cancel_in_words
+from prefect_torch_ddp.tasks.cancel.states import cancel_in_words
 
 SIGTERM = TerminationSignal(signal.SIGTERM)
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
 
+from prefect_torch_ddp.tasks.cancel.api import own_client
+
 LOOK_EVERY_S = 5.0
-REQUEST_TIMEOUT_S = 10.0
 
 
 def run_without_runner() -> UUID | None:
@@ -59,17 +59,6 @@ def close_cancelled(run_id: UUID | None) -> None:
         with own_client() as client:
             if _is_cancelling(client, run_id):
                 client.set_flow_run_state(run_id, Cancelled(message="cancelled"), force=True)
-
-
-@contextmanager
-def own_client() -> Iterator[SyncPrefectClient]:
-    """Give a separate client, whose requests soon fail if the API is away."""
-    own = {"timeout": REQUEST_TIMEOUT_S}  # not the one that the flow's thread uses
-    with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        get_client(sync_client=True, httpx_settings=own) as client,
-    ):
-        yield client
 
 
 def _is_cancelling(client: SyncPrefectClient, run_id: UUID) -> bool:
