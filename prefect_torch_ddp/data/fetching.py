@@ -1,5 +1,6 @@
 """The dataset that a DataLoader reads: the user's own, seeded for each sample, with sample ids."""
 
+import operator
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,8 +132,9 @@ def seeded_fetch(dataset: object) -> Fetch | None:
 
     def fetch(indices: Sequence[int], before_each: BeforeEach) -> tuple[Sequence[int], list[Any]]:
         following = indices.following if isinstance(indices, Ahead) else ()
-        theirs = [[chosen[i] for i in batch] for batch in following]
-        return inner(ahead_of([chosen[i] for i in indices], theirs), before_each)
+        # Plain numbers: a batch that was read ahead is found by them, and no two tensors are equal.
+        batches = [[operator.index(chosen[i]) for i in batch] for batch in (indices, *following)]
+        return inner(ahead_of(batches[0], batches[1:]), before_each)
 
     return fetch
 

@@ -5,7 +5,9 @@ import pickle
 import threading
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -39,6 +41,22 @@ class Told(Dataset):
 
     def fetch_seeded(self, indices, before_each=None):
         return range(len(indices)), self.__getitems__(indices)
+
+
+class Reading(Told):
+    """A dataset that reads its batches ahead of use, and keeps which it read."""
+
+    def __init__(self, num_samples, reads):
+        super().__init__(num_samples)
+        self.reads = reads
+        self.ahead = ReadAhead(self.read)
+
+    def read(self, indices):
+        self.reads.append(list(indices))
+        return list(indices)
+
+    def fetch_seeded(self, indices, before_each=None):
+        return range(len(indices)), self.ahead.read(indices)
 
 
 def as_it_is(batch):
@@ -104,6 +122,21 @@ def test_a_subset_is_told_the_inner_indices():
     dataset = Subset(Subset(Told(100), range(50, 100)), [4, 3, 2, 1])
     loader = loader_of(dataset, 2, shuffle=False, collate_fn=as_it_is)
     assert list(loader) == [(0, [54, 53], [[52, 51]]), (0, [52, 51], [])]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [torch.tensor([4, 3, 2, 1]), [*torch.tensor([4, 3, 2, 1])], np.array([4, 3, 2, 1])],
+    ids=["tensor", "list of tensors", "array"],
+)
+def test_a_subset_by_an_array_reads_each_sample_once(chosen):
+    """A tensor equals no other one as a key, so a batch that was read ahead would be read again."""
+    reads = []
+    dataset = Subset(Reading(100, reads), chosen)
+    loader = loader_of(dataset, 2, shuffle=False, collate_fn=as_it_is)
+    assert list(loader) == [[4, 3], [2, 1]]
+    assert sorted(map(tuple, reads)) == [(2, 1), (4, 3)]
+    assert all(type(index) is int for batch in reads for index in batch)
 
 
 def batches_ahead(num, depth):
