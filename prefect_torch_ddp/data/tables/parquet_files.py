@@ -241,20 +241,23 @@ def with_footers(found: Sequence[Found]) -> list[TableFile]:
 
 
 def _tails(found: Sequence[Found], sizes: Sequence[int]) -> list[bytes]:
-    """Read the last bytes of files, with one call for each source."""
+    """Read the last bytes of files, with one call for each source, all at once."""
     tails: list[bytes] = [b""] * len(found)
     by_source: dict[int, list[int]] = {}
     for n, (source, _) in enumerate(found):
         by_source.setdefault(id(source), []).append(n)
-    for numbers in by_source.values():
+
+    def read(numbers: list[int]) -> None:
         parts = []
         for n in numbers:
             item = found[n][1]
             size = min(sizes[n], item.num_bytes)
             parts.append(ObjectPart(item.key, size, item.num_bytes - size, item.etag))
-        read = _whole(found[numbers[0]][0].read_many(parts))
-        for n, tail in zip(numbers, read, strict=True):
+        contents = _whole(found[numbers[0]][0].read_many(parts))
+        for n, tail in zip(numbers, contents, strict=True):
             tails[n] = tail
+
+    in_parallel(read, by_source.values())
     return tails
 
 

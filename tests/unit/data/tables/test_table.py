@@ -4,8 +4,9 @@ import datetime as dt
 import decimal
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
+from prefect_torch_ddp.data.tables.parquet_files import with_footers
 from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
+from tests.support.waiting import HANG_S
 from tests.unit.data.tables.parquet_files import numbered, virtual_shares, walk, write
 from tests.unit.data.test_loader import loader_of
 
@@ -497,6 +500,26 @@ def test_a_table_without_columns_is_refused(tmp_path) -> None:
     write(tmp_path / "b.parquet", {"number": [1, 2]})
     with pytest.raises(InvalidParamsError, match=r"a\.parquet has no column to read"):
         table(tmp_path)
+
+
+@dataclass(frozen=True)
+class Together(DirectoryStorage):
+    """A folder that gives what is read once all folders of the barrier are being read."""
+
+    barrier: threading.Barrier = field(kw_only=True)
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        self.barrier.wait(HANG_S)
+        return super().read_many(parts)
+
+
+def test_footers_of_a_list_of_files_are_read_at_once(tmp_path) -> None:
+    """Each file of a list has a storage of its own: one after the other would take long."""
+    numbered(tmp_path, [3, 4, 5], 9)
+    barrier = threading.Barrier(3)
+    storages = [Together(tmp_path, barrier=barrier) for _ in range(3)]
+    apart = list(zip(storages, storages[0].list_objects(""), strict=True))
+    assert [file.sizes for file in with_footers(apart)] == [[3], [4], [5]]
 
 
 def test_a_large_footer_is_read_whole(tmp_path) -> None:
