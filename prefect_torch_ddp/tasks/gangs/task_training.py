@@ -222,13 +222,19 @@ def _own(fn: Any) -> tuple[object, ...]:
         return (type(fn).__qualname__,)
     enclosed = {}
     for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        # Not assigned yet, or too deep.
-        with suppress(TypeError, ValueError, RecursionError):
-            value = cell.cell_contents
-            ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-            plain = to_jsonable_python(ordered, fallback=_plain, inf_nan_mode="strings")
-            enclosed[name] = type(value).__qualname__, plain
+        with suppress(ValueError):  # not assigned yet
+            enclosed[name] = _content(cell.cell_contents)
     return Path(code.co_filename).name, fn.__qualname__, enclosed
+
+
+def _content(value: Any) -> tuple[str, Any]:
+    """Return a value's class, and its content as JSON has it; else a digest of the content."""
+    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    try:
+        plain = to_jsonable_python(ordered, fallback=_plain, inf_nan_mode="strings")
+    except (TypeError, ValueError, RecursionError):  # bytes that are no text; it contains itself
+        plain = value_digest(value)
+    return type(value).__qualname__, plain
 
 
 def _plain(value: Any) -> Any:

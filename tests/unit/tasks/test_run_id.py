@@ -192,6 +192,36 @@ def made_with(loss: Any) -> Callable[..., None]:
     return fit
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b"\xff", b"\xfe"),
+        ({"mean": [b"\xff"]}, {"mean": [b"\xfe"]}),
+        ({frozenset("ab"): 1}, {frozenset("ab"): 2}),
+        (Shape(b"\xff"), Shape(b"\xfe")),  # type: ignore[arg-type]
+    ],
+    ids=["bytes", "nested bytes", "sets as keys", "an object with bytes"],
+)
+def test_functions_are_told_apart_by_values_that_json_has_no_form_of(one: Any, other: Any) -> None:
+    """Never does the task that has one resume the checkpoints of the one that has the other."""
+    named = name_of(KEYED, 1, fn=made_with(one))
+    assert named == name_of(KEYED, 1, fn=made_with(pickle.loads(pickle.dumps(one))))
+    assert named != name_of(KEYED, 1, fn=made_with(other))
+
+
+def test_a_function_may_enclose_what_is_not_assigned_or_contains_itself() -> None:
+    """Neither keeps a task from having a name."""
+    values: list[Any] = [1]
+    values.append(values)
+    assert name_of(KEYED, 1, fn=made_with(values)) == name_of(KEYED, 1, fn=made_with(values))
+
+    def fit(_ctx: object) -> Any:
+        return later
+
+    assert name_of(KEYED, 1, fn=fit) == name_of(KEYED, 1, fn=fit)
+    later = 1
+
+
 def test_tasks_of_one_name_are_told_apart_by_their_functions() -> None:
     """By their names, and by what a function that made them gave them; not by an object's address:
     a flow that is retried in another process finds its training."""
