@@ -40,7 +40,8 @@ def sweep_report(
     Call it in the flow, after its calls of the task have ended. The page is an artifact of the flow
     run: a table of the calls, best first, with the arguments, options and seeds that differ, and
     their curves together. It has the calls of earlier attempts of the flow run too. A call that
-    failed, or that didn't report the metric, is never the best.
+    failed, or that didn't report the metric, is never the best. Tasks of one name are told apart by
+    the names of their functions: if another function made them, give each task its own name.
 
     Args:
         task: the task as it was called: if you changed it by `with_options`, the changed task.
@@ -85,6 +86,7 @@ def sweep_report(
         each
         for each in records_below(storage, experiment, began - CLOCKS_DIFFER)
         if each.flow_run_id == str(context.flow_run.id)
+        and _function(each.workload) == _function(task.code.workload)
         # Its run_key, if it has one, comes after a colon.
         and (each.experiment == experiment or each.experiment.startswith(f"{experiment}:"))
     ]
@@ -100,6 +102,11 @@ def sweep_report(
         line = f"{best_of(trials, metric)} · {count(len(trials), 'call')} of {task.name}"
         writer.put("markdown", key("sweep", experiment), page, line)
     return trials[0].record.run_id, _known_arguments(trials[0].record)
+
+
+def _function(workload: str) -> str:
+    """Return a function's name in its module, which a retried flow may load under another name."""
+    return workload.rpartition(":")[2]
 
 
 def _known_arguments(record: RunRecord) -> dict[str, Any]:

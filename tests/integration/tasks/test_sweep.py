@@ -118,6 +118,29 @@ def test_the_best_of_any_keyword_arguments_can_be_passed_on(
     assert sweep() == ({"lr": 0.25}, 1.0)
 
 
+def by_square(ctx: RankContext, lr: float) -> None:
+    """Report another loss under the same name."""
+    ctx.report(loss=lr**2)
+
+
+@pytest.mark.extended
+def test_two_functions_whose_tasks_have_one_name_are_not_compared(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Their losses mean something else: the best call is one of the task that is asked about."""
+    tasks: list[Any] = [
+        ddp_task(name="fit", world_size=1, storage=str(tmp_path))(fn)
+        for fn in (by_config, by_square)
+    ]
+
+    @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
+    def sweep() -> list[dict[str, Any]]:
+        wait([task.submit(lr=lr) for task, lr in zip(tasks, [0.5, 0.1], strict=True)])
+        return [sweep_report(task, "loss", mode="min")[1] for task in tasks]
+
+    assert sweep() == [{"lr": 0.5}, {"lr": 0.1}]
+
+
 def with_secrets(
     ctx: RankContext, lr: float, hf_token: str, source: str, more: dict[str, str]
 ) -> str:
