@@ -1,13 +1,14 @@
 """Liveness: after how long a silence others count as lost, a storage too; who is still wanted."""
 
+import asyncio
 import functools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import dask.config
@@ -94,12 +95,34 @@ class Liveness:
         self._silent_s = 0.0
 
     @property
-    def left_s(self) -> float:
-        """How much longer the silence may last; counts the time since the last look."""
+    def silent_s(self) -> float:
+        """How long nothing was heard; counts the time since the last look."""
         now = self._now()
         self._silent_s += min(now - self._looked_s, TURN_S)
         self._looked_s = now
-        return max(0.0, self.limit_s - self._silent_s)
+        return self._silent_s
+
+    @property
+    def left_s(self) -> float:
+        """How much longer the silence may last; counts the time since the last look."""
+        return max(0.0, self.limit_s - self.silent_s)
+
+
+@asynccontextmanager
+async def looked_at() -> AsyncIterator[Liveness]:
+    """Give one that is looked at each second, since what is awaited meanwhile may take longer."""
+    liveness = Liveness()
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(TURN_S / 3)
+            _ = liveness.silent_s
+
+    looking = asyncio.create_task(look())
+    try:
+        yield liveness
+    finally:
+        looking.cancel()
 
 
 def is_closing(worker: Worker) -> bool:

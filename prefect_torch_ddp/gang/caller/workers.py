@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.placement import GangSize, is_free
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.wanted import WorkersWanted
-from prefect_torch_ddp.gang.liveness import liveness_timeout_s
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s, looked_at
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, Waiting
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
@@ -79,36 +79,41 @@ async def gather_workers(
     Autoscalers are asked for those that lack.
     Where ranks are forked, the workers' fork servers start to load torch.
     """
-    started = time.monotonic()
     timeout_s, resources = plan.options.workers_timeout_s, plan.resources
     warm = plan.preload if plan.options.launcher == "auto" else None
     having = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
     workers = f"workers with {having}" if having else "workers"
-    while True:
-        waited_s = time.monotonic() - started
-        holds_out = waited_s < min(plan.full_size_s, timeout_s)
-        num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
-        running = await running_workers(client)
-        addresses = with_resources(running, resources)
-        num_have = len(addresses)
-        if num_have >= num_enough:
-            answering = await identify(client, addresses, warm=warm)
-            if (num_have := len(answering)) >= num_enough:
-                return answering
-        if waited_s >= timeout_s:
-            per = f" with {size.ranks_per_worker} ranks each" if size.ranks_per_worker > 1 else ""
-            num_all = f"; {len(running)} run in all" if len(running) > num_have else ""
-            msg = (
-                f"the cluster has too few {workers} after {timeout_s:g} s: have {num_have}, "
-                f"need {size.workers_for_fewest}{per}{num_all}; add workers"
-                f"{' with --resources' if having else ''}, lower world_size, or raise "
-                "workers_timeout_s"
-            )
-            raise NotEnoughWorkersError(msg)
-        await wanted.ask(num_enough - num_have)
-        found = f"{num_have} of {num_enough} after {waited_s:.0f} s"
-        sign.show(f"waiting for {workers}: {found} (limit {timeout_s:g} s)")
-        await asyncio.sleep(POLL_S)
+    async with looked_at() as waiting:
+        while True:
+            waited_s = waiting.silent_s
+            holds_out = waited_s < min(plan.full_size_s, timeout_s)
+            num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
+            running = await running_workers(client)
+            addresses = with_resources(running, resources)
+            num_have = len(addresses)
+            if num_have >= num_enough:
+                answering = await identify(client, addresses, warm=warm)
+                if (num_have := len(answering)) >= num_enough:
+                    return answering
+            if waited_s >= timeout_s:
+                raise _too_few(plan, size, workers, num_have, len(running))
+            await wanted.ask(num_enough - num_have)
+            found = f"{num_have} of {num_enough} after {waited_s:.0f} s"
+            sign.show(f"waiting for {workers}: {found} (limit {timeout_s:g} s)")
+            await asyncio.sleep(POLL_S)
+
+
+def _too_few(
+    plan: GangPlan, size: GangSize, workers: str, num_have: int, num_running: int
+) -> NotEnoughWorkersError:
+    per = f" with {size.ranks_per_worker} ranks each" if size.ranks_per_worker > 1 else ""
+    num_all = f"; {num_running} run in all" if num_running > num_have else ""
+    return NotEnoughWorkersError(
+        f"the cluster has too few {workers} after {plan.options.workers_timeout_s:g} s: "
+        f"have {num_have}, need {size.workers_for_fewest}{per}{num_all}; add workers"
+        f"{' with --resources' if plan.resources else ''}, lower world_size, or raise "
+        "workers_timeout_s"
+    )
 
 
 def with_resources(

@@ -78,8 +78,8 @@ class TaskWatch:
         self._tasks: dict[str, list[Any]] | None = None
         """The keys that each worker of the cluster has, as looked at last."""
         self._workers_timeout_s = workers_timeout_s
-        self._empty_since_s: float | None = None
-        """Since when the cluster has had no worker."""
+        self._empty: Liveness | None = None
+        """For how long the cluster has had no worker."""
         self._next_look_s = 0.0
 
     def look(self) -> None:
@@ -140,10 +140,10 @@ class TaskWatch:
 
     def _raise_if_empty(self) -> None:
         if self._tasks != {}:
-            self._empty_since_s = None
+            self._empty = None
             return
-        self._empty_since_s = self._empty_since_s or time.monotonic()
-        if time.monotonic() - self._empty_since_s > self._workers_timeout_s:
+        self._empty = self._empty or Liveness(self._workers_timeout_s)
+        if not self._empty.left_s:
             self._client.cancel([self._future], force=True)
             if self._has_begun:
                 lost = "the cluster lost all its workers while the task ran, and has had none since"

@@ -20,6 +20,7 @@ from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.datasets.dataset_store import staged
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import RUN_WITH_CONTEXT, all_gone, own_cluster
+from tests.support.separate_cluster import stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.unit.data.tables.parquet_files import numbered
 from tests.workloads import hanging, patient
@@ -261,4 +262,63 @@ def test_the_workers_of_a_local_cluster_outlive_a_long_sleep(tmp_path: Path) -> 
             caller.kill()
             raise
         caller.communicate(timeout=HANG_S)
+    assert caller.returncode == 0
+
+
+WAITS = """
+import sys, threading, time
+from distributed import Client, LocalCluster
+from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.tasks.watch.task_watch import TaskWatch
+
+def flow(client, limit_s):
+    future = client.submit(int)
+    watch = TaskWatch(client, future, owns_workers=False, workers_timeout_s=limit_s)
+    while not future.done():
+        watch.look()
+        print(time.monotonic(), flush=True)
+        time.sleep(0.5)
+    return [future.result()]
+
+def gang(client, limit_s):
+    says = lambda event: print(time.monotonic(), flush=True)
+    return run_gang(client, int, world_size=1, workers_timeout_s=limit_s, on_event=says)
+
+def come(cluster):
+    sys.stdin.readline()
+    cluster.scale(1)
+
+if __name__ == "__main__":
+    given = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": None}
+    with LocalCluster(processes=False, **given) as cluster, Client(cluster) as client:
+        threading.Thread(target=come, args=[cluster], daemon=True).start()
+        print(globals()[sys.argv[1]](client, float(sys.argv[2])), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["gang", "flow"])
+def test_time_in_which_the_waiting_process_is_stopped_is_no_wait_for_workers(
+    who: str, tmp_path: Path
+) -> None:
+    """As when its terminal suspends it: a worker that comes after it continues is in time."""
+    limit_s = 12.0
+    (tmp_path / "waits.py").write_text(WAITS)
+    pipe = subprocess.PIPE
+    command = [sys.executable, tmp_path / "waits.py", who, str(limit_s)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as caller:
+        try:
+            assert caller.stdout is not None
+            assert caller.stdout.readline(), "it waits"
+            stop(psutil.Process(caller.pid))
+            time.sleep(limit_s + 1)  # it is what is tested
+            continued_s = time.monotonic()
+            caller.send_signal(signal.SIGCONT)
+            says = iter(caller.stdout.readline, "")
+            assert any(float(waited_s) > continued_s for waited_s in says), "it waits on"
+            said = caller.communicate("come\n", timeout=HANG_S)[0].splitlines()
+            assert said[-1] == "[0]"
+        except BaseException:
+            caller.kill()
+            raise
     assert caller.returncode == 0
