@@ -20,8 +20,15 @@ def renew_options(optimizer: Optimizer) -> None:
         optimizer: was made with the run's options.
 
     Raises:
-        InvalidParamsError: an option, such as `weight_decay`, differs between the groups.
+        InvalidParamsError: an option, such as `weight_decay`, differs between the groups; or the
+            optimizer doesn't keep what it was made with.
     """
+    if "lr" not in optimizer.defaults:
+        msg = (
+            f"{type(optimizer).__name__} has no default lr that renew_options could give its "
+            "groups; instead of calling it, set the options of each group after ctx.track"
+        )
+        raise InvalidParamsError(msg)
     first, *others = optimizer.param_groups
     own = {"params", "param_names"}
     names = {name for each in others for name in each.keys() | first.keys()} - own

@@ -7,7 +7,7 @@ import io
 import mmap
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from typing import Any, BinaryIO, cast
 
@@ -181,22 +181,34 @@ def load_state(item: Any, state: Any) -> None:
         state = _renamed(state, prefix, f"{prefix}{inner}")
     before = group_options(item)
     _refuse_other_groups(group_sizes(item), state)
-    own = getattr(item, "defaults", None)
+    own = getattr(item, "defaults", None) or {}
     try:
         item.load_state_dict(state)
     except KeyError:  # torch looks in each parameter's state for what another kind doesn't keep
-        if own and before and isinstance(state, dict):
-            for i, group in enumerate(state.get("param_groups", ())):
-                _refuse_another_kind(i, own.keys() - group.keys())
+        theirs = state.get("param_groups", ()) if isinstance(state, dict) else ()
+        for i, (had, has) in enumerate(zip(before, theirs, strict=False)):
+            _refuse_another_kind(i, own, own | had, has)
         raise
     # What torch fills in for an older version's state is there again by now.
     for i, (had, has) in enumerate(zip(before, _groups(item), strict=False)):
-        lacking = had.keys() - has.keys()
-        _refuse_another_kind(i, lacking & own.keys() if own else lacking)
-        has.update({name: had[name] for name in lacking})  # of a new scheduler, or the user's own
+        _refuse_another_kind(i, own, had, has)
+        # Of a new scheduler, or the user's own.
+        has.update({name: had[name] for name in had.keys() - has.keys()})
 
 
-def _refuse_another_kind(i: int, lacking: Collection[str]) -> None:
+def _refuse_another_kind(
+    i: int, own: Mapping[str, Any], had: Mapping[str, Any], has: Mapping[str, Any]
+) -> None:
+    """Refuse a group that lacks an option of the optimizer's kind.
+
+    Those are its defaults. If its groups have none, as those of some Muons, a group of another kind
+    is one that also has options that the optimizer's doesn't.
+    """
+    lacking = had.keys() - has.keys()
+    if own.keys() & had.keys():  # torch adds one to `defaults` that such groups haven't
+        lacking &= own.keys()
+    elif not has.keys() - had.keys() - {"params", "param_names"}:
+        return
     if lacking:
         msg = (
             f"it is another kind of optimizer's: group {i} has no {', '.join(sorted(lacking))}; "

@@ -312,6 +312,13 @@ def test_options_of_single_groups_are_not_replaced() -> None:
     assert [each["weight_decay"] for each in optimizer.param_groups] == [0.2, 0.0]
 
 
+def test_the_options_of_an_optimizer_without_defaults_are_not_renewed() -> None:
+    """It is refused: nobody knows what options the run has given."""
+    optimizer = torch.optim.Optimizer([{"params": [*nn.Linear(1, 1).parameters()], "lr": 0.1}], {})
+    with pytest.raises(InvalidParamsError, match=r"has no default lr.*set the options of each"):
+        renew_options(optimizer)
+
+
 def test_a_rate_that_is_a_tensor_has_a_copy_in_each_place() -> None:
     """A schedule writes into the tensor of its group."""
     named = list(nn.Linear(1, 1).named_parameters())

@@ -224,6 +224,44 @@ def test_an_optimizer_of_another_kind_or_with_other_groups_is_named() -> None:
     assert sgd.param_groups[0]["lr"] == 0.2
 
 
+class OwnGroups(torch.optim.Optimizer):
+    """An optimizer of no defaults, whose groups have all options, as some Muons are."""
+
+    def __init__(self, weight: nn.Parameter, **options: object) -> None:
+        super().__init__([{"params": [weight], **options}], {})
+
+
+def test_an_optimizer_without_defaults_is_resumed_with_a_new_scheduler() -> None:
+    """Which of its options are those of its kind isn't known: more of them are no other kind."""
+    (weight,) = parameters(1)
+    state = state_of(OwnGroups(weight, lr=0.2, use_muon=True))
+    own = OwnGroups(weight, lr=0.1, use_muon=True, name="head")
+    torch.optim.lr_scheduler.LambdaLR(own, lambda _: 1.0)
+    load_state(own, state)
+    (group,) = own.param_groups
+    assert (group["lr"], group["initial_lr"], group["name"]) == (0.2, 0.1, "head")
+    with pytest.raises(ValueError, match=r"another kind of optimizer's: group 0 has no use_muon"):
+        load_state(OwnGroups(weight, lr=0.1, use_muon=True), state_of(torch.optim.SGD([weight])))
+
+
+class Stateful(OwnGroups):
+    """One that looks into its state when it is loaded, as torch's Adam does."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for kept in self.state.values():
+            kept["own"] = kept["own"]
+
+
+def test_the_state_of_another_kind_is_named_by_an_optimizer_without_defaults() -> None:
+    """Not by a KeyError of the kind that looks for its own."""
+    stepped = torch.optim.SGD(parameters(1), 0.1, momentum=0.9)
+    stepped.param_groups[0]["params"][0].grad = torch.ones(2)
+    stepped.step()
+    with pytest.raises(ValueError, match=r"another kind of optimizer's: group 0 has no use_muon"):
+        load_state(Stateful(*parameters(1), lr=0.1, use_muon=True), state_of(stepped))
+
+
 @pytest.mark.parametrize(
     ("value", "other"),
     [
