@@ -1,8 +1,4 @@
-"""Attempts of a run: the claim that fences older ones off, where each resumed, and its files.
-
-Those are its record if it failed, and what `ctx.save` wrote to its results: each attempt has
-its own, so that a late one can't replace a newer one's. So has each step that is evaluated again.
-"""
+"""Attempts of a run: the claim that fences older ones off, where each resumed, how it failed."""
 
 import logging
 import os
@@ -14,19 +10,15 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from prefect_torch_ddp.checkpoint.keys import (
-    EVALUATIONS,
     FROM_NOTHING,
     CheckpointId,
     attempt_key,
     attempts_prefix,
     ended_key,
-    evaluation_folder,
-    results_prefix,
     resume_key,
 )
 from prefect_torch_ddp.errors import (
     DamagedObjectError,
-    InvalidParamsError,
     ObjectNotFoundError,
     StorageError,
     SupersededError,
@@ -41,7 +33,6 @@ from prefect_torch_ddp.storage.formats import (
     build,
     location,
 )
-from prefect_torch_ddp.storage.names import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 
 LOOK_S = 30.0
@@ -240,65 +231,3 @@ def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
         except DAMAGE as error:
             logger.warning("%s is damaged and left out: %r", stored.key, error)
     return sorted(found, key=lambda record: record.attempt)
-
-
-def write_result(storage: Storage, run_id: str, folder: str, path: str, data: object) -> None:
-    """Write a file to a folder of a run's results, such as an attempt's; see `RankContext.save`."""
-    check_key(path)
-    content = data.encode() if isinstance(data, str) else data
-    if not isinstance(content, bytes | bytearray | memoryview):
-        given = f"ctx.save({path!r}) was given a {type(data).__name__}"
-        msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
-        raise InvalidParamsError(msg)
-    storage.write(f"{results_prefix(run_id)}{folder}/{path}", bytes(content))
-
-
-def read_result(
-    storage: Storage, run_id: str, path: str, evaluated_step: int | None = None
-) -> bytes:
-    """Return a file as the newest attempt that saved it left it, or as `evaluate_flow` did.
-
-    Args:
-        storage: of the run.
-        run_id: of the run.
-        path: as it was saved.
-        evaluated_step: of the checkpoint that `evaluate_flow` evaluated; None: of the run itself.
-
-    Raises:
-        BadKeyError: the path would leave the results.
-        ObjectNotFoundError: nobody saved it; names those files that there are, and the steps for
-            which `evaluate_flow` did.
-        StorageError: it can't be read.
-    """
-    check_key(path)
-    prefix, who = results_prefix(run_id), f"run {run_id} saved no {path}"
-    if evaluated_step is None:
-        keys = _newest_files(storage, prefix)
-    else:
-        prefix += f"{evaluation_folder(evaluated_step)}/"
-        who = f"evaluate_flow saved no {path} for step {evaluated_step} of run {run_id}"
-        keys = {found.key.removeprefix(prefix): found.key for found in storage.list(prefix)}
-    if path not in keys:
-        there = ", ".join(sorted(keys)) or "none"
-        msg = f"{who} in {storage.uri}; its files are: {there}"
-        if evaluated_step is None and (steps := _steps_evaluated(storage, prefix, path)):
-            msg += f"; evaluate_flow saved it: pass evaluated_step={' or '.join(map(str, steps))}"
-        raise ObjectNotFoundError(msg)
-    return storage.read(keys[path])
-
-
-def _steps_evaluated(storage: Storage, prefix: str, path: str) -> list[int]:
-    """Return the steps for which `evaluate_flow` saved a path, in their order."""
-    prefix += EVALUATIONS
-    found = (each.key.removeprefix(prefix).partition("/") for each in storage.list(prefix))
-    return sorted(int(step) for step, _, file in found if step.isdecimal() and file == path)
-
-
-def _newest_files(storage: Storage, prefix: str) -> dict[str, str]:
-    """Return the key of each path that attempts saved, of the newest attempt that did."""
-    found = []
-    for each in storage.list(prefix):
-        attempt, _, path = each.key.removeprefix(prefix).partition("/")
-        if attempt.isdecimal() and path:
-            found.append((int(attempt), path, each.key))
-    return {path: key for _, path, key in sorted(found)}

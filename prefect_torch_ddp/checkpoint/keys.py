@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 _OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
 _MANIFEST = "manifest.json"
-EVALUATIONS = "evaluate/step-"
-"""How the folders begin of which each has the evaluations of one step's checkpoint."""
 
 
 class CheckpointId(NamedTuple):
@@ -49,21 +47,6 @@ def ended_key(run_id: str) -> str:
 def models_prefix(run_id: str, attempt: int) -> str:
     """Return where the attempt that finishes a training exports its models to."""
     return f"runs/{run_id}/models/{attempt:06d}/"
-
-
-def results_prefix(run_id: str) -> str:
-    """Return where files are that the user's code saved."""
-    return f"runs/{run_id}/results/"
-
-
-def attempt_folder(attempt: int) -> str:
-    """Return where an attempt's files are among a run's results."""
-    return f"{attempt:06d}"
-
-
-def evaluation_folder(step: int) -> str:
-    """Return where evaluations of a step's checkpoint are, among a run's logs and its results."""
-    return f"{EVALUATIONS}{step:08d}"
 
 
 def checkpoints_prefix(run_id: str) -> str:

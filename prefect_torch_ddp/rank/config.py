@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from prefect_torch_ddp.checkpoint.keys import attempt_folder
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
+from prefect_torch_ddp.records.saved_files import attempt_folder
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -58,6 +59,11 @@ class RankConfig:
     def trains(self) -> bool:
         """Whether the stage is a training: it claims an attempt, writes checkpoints and records."""
         return self.stage in ("train", "task")
+
+    def refuse_superseded(self) -> None:
+        """Raise SupersededError if a newer attempt has been claimed; only a training claims any."""
+        if self.trains:
+            refuse_superseded(self.storage, self.run_id, self.attempt)
 
     @property
     def is_elastic(self) -> bool:

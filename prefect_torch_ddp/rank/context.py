@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.rank.assembly import ContextAssembly
 from prefect_torch_ddp.rank.local import LocalOptions, local_assembly
+from prefect_torch_ddp.records.saved_files import write_result
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -670,10 +670,8 @@ class RankContext:
             SupersededError: a newer attempt of this run has begun.
             StorageError: it can't be written.
         """
-        run = self.config.storage, self.run_id
-        if self.config.trains:  # the others claim no attempt, so that none can supersede them
-            refuse_superseded(*run, self.attempt)
-        write_result(*run, self.config.results_folder, path, data)
+        self.config.refuse_superseded()
+        write_result(self.config.storage, self.run_id, self.config.results_folder, path, data)
 
     def close(self, *, failed: bool = False) -> None:
         """Write the last checkpoint and pending metrics. A second call has no effect.

@@ -3,8 +3,9 @@
 from prefect import task
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.checkpoint.keys import CheckpointId, attempt_folder, evaluation_folder
+from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.records.saved_files import attempt_folder, evaluation_folder
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary, values_in_words
 from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.stage import run_stage

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
-from prefect_torch_ddp.records import ledger, timing
+from prefect_torch_ddp.records import ledger, saved_files, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
 from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record, run_ids
 from prefect_torch_ddp.results import Goodput, LedgerReport
@@ -248,7 +248,7 @@ def read_result(
 
             print(read_result("runs", run_id, "predictions.csv").decode())
     """
-    return attempts.read_result(storage_of(storage), run_id, path, evaluated_step)
+    return saved_files.read_result(storage_of(storage), run_id, path, evaluated_step)
 
 
 def _refuse_unknown(where: Storage, run_id: str) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, read_result
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.state.objects import read_object
 from prefect_torch_ddp.errors import SupersededError
+from prefect_torch_ddp.records.saved_files import read_result
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.racing import attempt, run_to_its_end
