@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,18 +101,29 @@ def superseded(firsts: Mapping[Stretch, tuple[bool, float]]) -> dict[Stretch, fl
     """Return the step from which on each stretch's records are superseded; infinity for none.
 
     What an attempt recorded before its place was known supersedes nothing. Attempts repeat it, so
-    only that of the first one counts, whatever is superseded later: what a reader, such as a
-    tracker, was given of it stays.
+    only one attempt's counts.
 
     Args:
         firsts: as for `resumed_at`.
     """
     ends = superseded_from(resumed_at(firsts))
-    found = {stretch: ends.get(stretch.attempt, 0.0) for stretch in firsts}
-    if any(stretch.is_placed for stretch in firsts):
-        early = sorted(stretch for stretch in firsts if not stretch.is_placed)
-        found |= dict.fromkeys(early, 0.0) | dict.fromkeys(early[:1], math.inf)
+    found = {stretch: ends[stretch.attempt] if stretch.is_placed else 0.0 for stretch in firsts}
+    if (counting := _counting_early(firsts)) is not None:
+        found[counting] = math.inf
     return found
+
+
+def _counting_early(stretches: Collection[Stretch]) -> Stretch | None:
+    """Return which of the stretches before a place was known counts.
+
+    An attempt without later records may have been killed before it had made all such reports. So
+    that of the first attempt with later records counts; until there is one, the newest. This is
+    final once `steps` has made a checkpoint, before which trackers are told nothing: rank 0 has
+    recorded a step by then.
+    """
+    early = sorted(stretch for stretch in stretches if not stretch.is_placed)
+    whole = [stretch for stretch in early if stretch._replace(is_placed=True) in stretches]
+    return next(iter(whole + early[-1:]), None)
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:

@@ -78,17 +78,32 @@ def test_an_attempt_that_reports_nothing_at_first_takes_back_the_steps_that_it_r
 
 
 def test_what_is_reported_before_the_place_is_known_takes_nothing_back():
-    """In steps as in an own loop. The first attempt's counts: the others repeat it."""
+    """In steps as in an own loop. That of the first attempt that went further counts."""
     early = [record(0, 0, attempt, num_samples=BEFORE_START, files=7) for attempt in (1, 2, 3)]
     for num in (4, 0):
         first = [early[0], *(record(step, num_samples=num, loss=1.0) for step in (1, 2, 3))]
         again = [record(3, attempt=3, num_samples=num, loss=1.0)]
         assert kept(first) == kept(first, early[1:]) == [(step, 0, 1) for step in range(4)]
         assert kept(first, early[1:], again) == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 3)]
-        assert kept(first[1:], early[1:], again)[0] == (0, 0, 2)
+        assert kept(first[1:], early[1:], again)[0] == (0, 0, 3), "attempt 2 got no further"
         anew = [record(0, attempt=2, num_samples=0, loss=1.0)]
         assert (0, 0, 1) in kept(first, anew), "a new beginning doesn't lose it"
     assert kept([early[0]], [early[1]]) == [(0, 0, 2)]
+
+
+def test_what_an_attempt_reported_that_ended_before_its_place_was_known_may_lack_some():
+    """It may be killed between two reports: the first that went further made all of them."""
+    for num in (4, 0):
+        cut = [record(0, num_samples=BEFORE_START, files=7)]
+        reports = {"files": 7}, {"parameters": 1e6}
+        whole = [record(0, 0, 2, num_samples=BEFORE_START, **report) for report in reports]
+        steps = [record(step, attempt=2, num_samples=num, loss=1.0) for step in (1, 2)]
+        known = kept(cut, whole, steps)
+        assert known == [(0, 0, 2), (0, 0, 2), (1, 0, 2), (2, 0, 2)]
+        early = [record(0, 0, 3, num_samples=BEFORE_START, files=7)]
+        later = [record(2, attempt=3, num_samples=num, loss=1.0)]
+        assert kept(cut, whole, steps, early) == known, "a tracker would begin again"
+        assert kept(cut, whole, steps, early, later) == [*known[:3], (2, 0, 3)]
 
 
 def test_a_report_before_the_place_is_known_is_of_no_samples():

@@ -50,7 +50,7 @@ def test_an_attempt_that_was_killed_before_its_first_step_takes_no_step_back():
 
 
 def test_a_report_before_the_place_is_known_voids_nothing_in_any_order_of_arrival():
-    """Each attempt repeats it, and that of the first counts; one that got no further voids none."""
+    """Each attempt repeats it: that of the first that got further counts, and none voids others."""
     early = {
         attempt: record(0, 0, attempt, num_samples=BEFORE_START, files=attempt, loss=9.0)
         for attempt in (1, 2, 3)
@@ -69,6 +69,21 @@ def test_a_report_before_the_place_is_known_voids_nothing_in_any_order_of_arriva
         assert found.values == {"loss": loss, "files": [(0, 1.0)]}
         assert found.last["files"] == 1.0
         assert found.resumes == resumes
+
+
+def test_an_attempt_that_was_killed_between_its_first_reports_hides_none_of_the_next_one():
+    """While none has got further, the newest attempt's reports count."""
+    cut = [record(0, num_samples=BEFORE_START, files=7)]
+    whole = [
+        record(0, 0, 2, num_samples=BEFORE_START, files=8),
+        record(0, 0, 2, num_samples=BEFORE_START, parameters=1e6),
+    ]
+    steps = [record(step, attempt=2, loss=1.0) for step in (1, 2)]
+    again = [record(0, 0, 3, num_samples=BEFORE_START, files=9)]
+    for records, loss in ((cut + whole, {}), (cut + whole + steps + again, {"loss": 1.0})):
+        found = MetricCurves(columns(records)).snapshot()
+        assert found.last == {"files": 8.0, "parameters": 1e6} | loss
+        assert found.values["parameters"] == [(0, 1e6)]
 
 
 def test_a_training_that_never_knows_its_place_begins_again_with_its_first_report():
