@@ -50,7 +50,10 @@ def read_metrics(
             is dev: `val_loss`, but not `value_loss`. num_samples is the sum over the ranks, and
             time is the latest.
         all_attempts: include superseded records: those that earlier attempts made of the step at
-            which a later attempt began, and of the steps after it.
+            which a later attempt began, and of the steps after it. Each attempt repeats what your
+            code reports before its step is known, such as before `ctx.track`. Without
+            `all_attempts`, only one attempt's are included: those of the first attempt that has
+            records after them; until there is one, those of the newest attempt.
 
     Raises:
         InvalidParamsError: there is no such run, `by` is invalid, or pandas isn't installed.
