@@ -79,7 +79,7 @@ def is_parquet(name: str) -> bool:
     return name.lower().endswith(PARQUET_SUFFIXES) and not _is_hidden(name.strip("/"))
 
 
-def refuse_log(name: str, uri: str, to_do: str = "") -> None:
+def refuse_log(name: str, uri: str) -> None:
     """Refuse a file of the log of a table that keeps files whose rows no longer count.
 
     They were replaced by others: all files of the folder have rows twice, or deleted ones.
@@ -87,7 +87,6 @@ def refuse_log(name: str, uri: str, to_do: str = "") -> None:
     Args:
         name: of the file, below the folder whose Parquet files are read.
         uri: of that folder.
-        to_do: what is to be done in addition.
 
     Raises:
         InvalidParamsError: it is one; says how to list the files that count.
@@ -100,7 +99,7 @@ def refuse_log(name: str, uri: str, to_do: str = "") -> None:
     msg = (
         f"{where} is a table of {kind}, and {name} says which of its files count: to read all of "
         "them brings rows twice, and deleted rows. Give table() the list of the current files, "
-        f"such as {files.format(where=where)}{to_do}"
+        f"such as {files.format(where=where)}"
     )
     raise InvalidParamsError(msg)
 
@@ -112,15 +111,16 @@ def _is_hidden(name: str) -> bool:
 def tables_in(source: Readable) -> DatasetReport:
     """Describe the Parquet files of a source as the dataset of a workload without `prepare`.
 
-    Its digest is that of the names, sizes and ETags: no file is read.
+    Its digest is that of the names, sizes and ETags: no file is read. Tables of Delta Lake, Hudi
+    and Iceberg are counted too: which files `train` reads isn't known here, and `table()` refuses
+    their folders.
 
     Raises:
-        InvalidParamsError: there is no Parquet file; or a table of Delta Lake, Hudi or Iceberg.
+        InvalidParamsError: there is no Parquet file.
         StorageError: the source can't be listed.
     """
     digest, num_files, num_bytes = hashlib.sha256(source.identity.encode()), 0, 0
     for item in list_dataset(source):
-        refuse_log(item.key, source.uri, ", which a function prepare(ctx) can write into ctx.data")
         if is_parquet(item.key):
             row = repr((item.key, item.num_bytes, item.etag))
             digest.update(row.encode(errors="surrogatepass"))

@@ -62,8 +62,7 @@ def test_a_folder_whose_log_says_which_files_count_is_refused(tmp_path: Path, na
     for given, storage in ((where, None), (tmp_path, None), (source, None), ("lake/trips", source)):
         with pytest.raises(InvalidParamsError, match=said):
             table(given, storage=storage)
-    with pytest.raises(InvalidParamsError, match=f"{said}.*prepare"):
-        tables_in(source)
+    assert tables_in(source).num_files == 2  # which reads no rows, and refuses nothing
     assert len(table(where / "001.parquet")) == 8
     assert len(table([where / "001.parquet", where / "000.parquet"])) == 16
 
