@@ -26,17 +26,22 @@ _LOG = re.compile(
 )
 """The name of a file that says which files of a table count, and the table's folder."""
 _FORMATS = {
-    "delta": ("Delta Lake", "deltalake.DeltaTable({where!r}).file_uris()"),
+    "delta": ("Delta Lake", "deltalake.DeltaTable({where!r}).file_uris()", "deletion vectors"),
     "hudi": (
         "Hudi",
         (
             "[{where!r} + '/' + each.base_file_relative_path()"
             " for each in hudi.HudiTable({where!r}).get_file_slices()]"
         ),
+        "log files",
     ),
-    "iceberg": ("Iceberg", "[task.file.file_path for task in table.scan().plan_files()]"),
+    "iceberg": (
+        "Iceberg",
+        "[task.file.file_path for task in iceberg_table.scan().plan_files()]",
+        "delete files",
+    ),
 }
-"""Each with a list of the files that count, in Python."""
+"""Each with a list of the files that count, in Python, and where rows are deleted one by one."""
 
 
 @exported_by("prefect_torch_ddp.data")
@@ -94,12 +99,13 @@ def refuse_log(name: str, uri: str) -> None:
     found = _LOG.match(name)
     if found is None or _is_hidden(found["above"]):
         return
-    kind, files = _FORMATS[str(found.lastgroup)]
+    kind, files, deletes = _FORMATS[str(found.lastgroup)]
     where = f"{uri.rstrip('/')}/{found['above']}".rstrip("/")
     msg = (
         f"{where} is a table of {kind}, and {name} says which of its files count: to read all of "
         "them brings rows twice, and deleted rows. Give table() the list of the current files, "
-        f"such as {files.format(where=where)}"
+        f"such as {files.format(where=where)}. If it has {deletes}, these files too have deleted "
+        "rows, and it must be compacted first"
     )
     raise InvalidParamsError(msg)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -35,6 +36,28 @@ def readable_at(
     else:
         msg = f"{', '.join(given)} can't be given along with a storage, which has its own"
     raise InvalidParamsError(msg)
+
+
+def local_path(given: str) -> str:
+    """Return the path of a file:// URI, as tables of Iceberg name their files; else what was given.
+
+    Some programs write %20 for a space. Iceberg writes no such signs, and its files have names with
+    %: if a file is there as it is written, it is meant.
+
+    Raises:
+        InvalidParamsError: it is on another host.
+    """
+    scheme, _, rest = given.partition(":")
+    if scheme.lower() != "file" or not rest.startswith("/"):
+        return given
+    host, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest[1:])
+    if host.lower() not in {"", "localhost"}:
+        msg = (
+            f"this is a file:// URI of another host, with the path /{path}: copy the file to a "
+            "bucket, or to a folder of this host, and write file:///folder/name"
+        )
+        raise InvalidParamsError(msg)
+    return f"/{path}" if Path(f"/{path}").exists() else unquote(f"/{path}")
 
 
 def through_cache(source: Readable, cache: str | Path | None) -> Readable:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from prefect_torch_ddp.data.datasets.dataset_manifest import in_parallel
 from prefect_torch_ddp.data.images.listing import list_dataset
-from prefect_torch_ddp.data.images.location import Location, readable_at
+from prefect_torch_ddp.data.images.location import Location, local_path, readable_at
 from prefect_torch_ddp.data.preparing import PARQUET_SUFFIXES, is_parquet, refuse_log
 from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
@@ -65,6 +65,7 @@ def find_files(
 
 
 def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) -> list[Found]:
+    where = local_path(where) if isinstance(where, str) else where
     name = str(where) if isinstance(where, str | Path) else ""
     if storage is None and name.lower().endswith(PARQUET_SUFFIXES):  # a file, or a folder named so
         if is_path(name):

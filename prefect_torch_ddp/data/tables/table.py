@@ -60,8 +60,10 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     Args:
         where: a folder with files at any depth (.parquet, .parq, .pq; sorted by name), a file,
             `s3://bucket/prefix`, a storage such as `ctx.source`, or a list of files in their
-            order. With `storage`, paths in that storage. Of a table of Delta Lake, Hudi or Iceberg,
-            give the list of its current files, such as `DeltaTable(path).file_uris()`.
+            order. With `storage`, paths in that storage. A path may be a file:// URI. Of a table of
+            Delta Lake, Hudi or Iceberg, give the list of its current files, such as
+            `DeltaTable(path).file_uris()`. A table with row-level deletes must be compacted first:
+            its current files have the deleted rows too.
         columns: names of the columns to read; None: all except the index of pandas or Dask.
         features: names of the numeric columns that become x. A number too large for float32 is an
             error; if integers lose digits, a warning names the column.
