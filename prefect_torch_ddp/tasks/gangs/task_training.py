@@ -8,11 +8,11 @@ import inspect
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
@@ -34,6 +34,9 @@ from prefect_torch_ddp.tracking.description import draft_record, experiment_of, 
 from prefect_torch_ddp.tracking.digest import value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
+
+_BytesMode: TypeAlias = Literal["utf8", "hex"]
+"""How bytes are written as JSON: as the text that they are, else in hexadecimal digits."""
 
 
 class TaskParams(ContextParams):
@@ -227,14 +230,34 @@ def _own(fn: Any) -> tuple[object, ...]:
     return Path(code.co_filename).name, fn.__qualname__, enclosed
 
 
-def _content(value: Any) -> tuple[str, Any]:
-    """Return a value's class, and its content as JSON has it; else a digest of the content."""
-    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    try:
-        plain = to_jsonable_python(ordered, fallback=_plain, inf_nan_mode="strings")
-    except (TypeError, ValueError, RecursionError):  # bytes that are no text; it contains itself
-        plain = value_digest(value)
-    return type(value).__qualname__, plain
+def _content(value: Any) -> tuple[object, ...]:
+    """Return a value's class, and its content as JSON has it, the same in every process.
+
+    Of what contains itself only the class.
+    """
+    kind = type(value).__qualname__
+    for bytes_mode in get_args(_BytesMode):
+        with suppress(TypeError, ValueError, RecursionError):
+            return kind, _as_json(value, bytes_mode)
+    return (kind,)
+
+
+def _as_json(value: Any, bytes_mode: _BytesMode) -> Any:
+    def in_order(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return sorted((_as_json(each, bytes_mode) for each in value), key=repr)
+        if is_dataclass(value) and not isinstance(value, type):
+            return {each.name: in_order(getattr(value, each.name, None)) for each in fields(value)}
+        if isinstance(value, dict):
+            return {
+                str(in_order(key)) if isinstance(key, frozenset) else key: in_order(item)
+                for key, item in value.items()
+            }
+        return [in_order(each) for each in value] if type(value) in (list, tuple) else value
+
+    return to_jsonable_python(
+        in_order(value), fallback=_plain, inf_nan_mode="strings", bytes_mode=bytes_mode
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,6 +208,69 @@ def test_functions_are_told_apart_by_values_that_json_has_no_form_of(one: Any, o
     named = name_of(KEYED, 1, fn=made_with(one))
     assert named == name_of(KEYED, 1, fn=made_with(pickle.loads(pickle.dumps(one))))
     assert named != name_of(KEYED, 1, fn=made_with(other))
+
+
+LOADED = """
+class Mean:
+    def __init__(self, value):
+        self.value = value
+
+def made_with(loss):
+    def fit(_ctx):
+        return loss
+    return fit
+
+values = [Mean]
+values.append(values)
+LOSSES = {
+    "bytes and a class": {"mean": b"\\xff", "by": Mean},
+    "bytes and an object": [b"\\xff", Mean(1)],
+    "bytes and a function": (b"\\xff", made_with),
+    "sets as keys": {frozenset({Mean, int}): {Mean}, frozenset({Mean(1), "a"}): 2},
+    "what contains itself": values,
+    "classes in a set": {"of": {Mean, int, made_with}},
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("bytes and a class", "bytes and an object", "bytes and a function"),
+        *("sets as keys", "what contains itself", "classes in a set"),
+    ],
+)
+def test_a_file_under_another_name_makes_the_same_function(tmp_path: Path, kind: str) -> None:
+    """As a flow that is retried in another process loads it, whatever the function encloses."""
+    (tmp_path / "losses.py").write_text(LOADED, encoding="utf-8")
+    names = set()
+    for module in ("a_losses", "z_losses"):
+        spec = spec_from_file_location(module, tmp_path / "losses.py")
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(loaded := module_from_spec(spec))
+        names.add(name_of(KEYED, 1, fn=loaded.made_with(loaded.LOSSES[kind])))
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize(
+    "enclose",
+    [
+        lambda values: {"of": values},
+        lambda values: [values, b"\xff"],
+        lambda values: ({"x": (values,)},),
+        Shape,
+        lambda values: {frozenset(values): 1},
+    ],
+    ids=["in a dict", "beside bytes", "deeper", "in an object", "as a key"],
+)
+def test_the_order_of_enclosed_sets_does_not_count(enclose: Callable[[Any], Any]) -> None:
+    """It is another one in each process."""
+    one, other = {0, 8}, {8, 0}
+    assert list(one) != list(other)
+    named = name_of(KEYED, 1, fn=made_with(enclose(one)))
+    assert named == name_of(KEYED, 1, fn=made_with(enclose(other)))
+    assert named != name_of(KEYED, 1, fn=made_with(enclose({0, 9})))
 
 
 def test_a_function_may_enclose_what_is_not_assigned_or_contains_itself() -> None:
