@@ -68,8 +68,8 @@ class Column:
             raise InvalidParamsError(msg)
         if column.null_count:
             # The file's own type may be null, or too narrow for the fill value.
-            # pyarrow 20 fills no float16, and none takes an integer that a float has to round.
-            type_ = pa.from_numpy_dtype("float32" if self.dtype == "float16" else self.dtype)
+            type_ = pa.from_numpy_dtype(self.dtype)
+            # pyarrow takes no integer that a float has to round.
             fill = self.fill if self.kind != "float" or self.fill is None else float(self.fill)
             column = column.cast(type_).fill_null(pa.scalar(fill, type_))
         numbers: Array = column.to_numpy()

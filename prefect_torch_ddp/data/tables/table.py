@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SHUFFLE_BUFFER = 131_072
 """Rows that are shuffled together; up to two such windows are in memory."""
+MIN_PYARROW = 22
+"""pyarrow 20 and 21 lose rows by a filter with decimals."""
 
 
 @exported_by("prefect_torch_ddp.data")
@@ -88,11 +90,12 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
         region: region of the bucket.
 
     Raises:
-        InvalidParamsError: pyarrow is missing; arguments contradict each other; there is no file
-            or no row; a folder is of Delta Lake, Hudi or Iceberg; files disagree on a column's kind
-            (integers, floats, booleans or texts, of any width); a column can't become a tensor
-            (nested, decimal, temporal, binary); or the local copy doesn't fit the disk. Names the
-            file and the column. With `local_copy`, nulls and unknown texts are found here too.
+        InvalidParamsError: pyarrow is missing or too old; arguments contradict each other; there
+            is no file or no row; a folder is of Delta Lake, Hudi or Iceberg; files disagree on a
+            column's kind (integers, floats, booleans or texts, of any width); a column can't become
+            a tensor (nested, decimal, temporal, binary); or the local copy doesn't fit the disk.
+            Names the file and the column. With `local_copy`, nulls and unknown texts are found here
+            too.
         StorageError: a file can't be read, or isn't Parquet; or the copy can't be written.
 
     Example:
@@ -172,10 +175,16 @@ def _folder_of_copies(local_copy: bool | str | Path) -> Path | None:  # noqa: FB
 
 def _require_pyarrow() -> None:
     try:
-        import pyarrow.parquet  # noqa: PLC0415, F401 - an extra
+        import pyarrow.parquet  # noqa: PLC0415 - an extra
     except ImportError as error:
         msg = (
             "table() needs pyarrow, which can't be imported: `pip install pyarrow`, or install "
             "prefect-torch-ddp with its extra `tables`"
         )
         raise InvalidParamsError(msg) from error
+    if int(pyarrow.__version__.partition(".")[0]) < MIN_PYARROW:
+        msg = (
+            f"table() needs pyarrow {MIN_PYARROW} or newer, and {pyarrow.__version__} is "
+            f"installed: `pip install 'pyarrow>={MIN_PYARROW}'`. Older ones filter decimals wrongly"
+        )
+        raise InvalidParamsError(msg)

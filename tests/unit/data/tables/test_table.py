@@ -700,6 +700,18 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch) -> Non
         table(tmp_path)
 
 
+@pytest.mark.parametrize("version", ["20.0.0", "21.0.0.dev3", "9.0.0"])
+def test_an_old_pyarrow_is_refused(tmp_path, monkeypatch, version) -> None:
+    """Up to 21 it loses rows by a filter with decimals, without a word."""
+    folder = numbered(tmp_path, [8], 8)
+    monkeypatch.setattr(pa, "__version__", version)
+    said = rf"pyarrow 22 or newer, and {re.escape(version)} is installed.*'pyarrow>=22'"
+    with pytest.raises(InvalidParamsError, match=said):
+        table(folder)
+    monkeypatch.setattr(pa, "__version__", "22.0.0")
+    assert len(table(folder)) == 8
+
+
 def test_a_training_in_one_process(tmp_path) -> None:
     """Through ctx.loader and ctx.steps: each row once an epoch."""
     rows = table(numbered(tmp_path, [30], 4), features=["half"], target="number")
