@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from http.client import HTTPException, HTTPResponse
+from http.client import BadStatusLine, HTTPException, HTTPResponse, InvalidURL
 from typing import Any, Self, cast
 from urllib.parse import SplitResult, unquote, urldefrag, urlsplit
 
@@ -172,7 +172,8 @@ class HttpsFile(Readable):
                 time.sleep(WAIT_S * 2**number)
         reason = getattr(trouble, "reason", trouble)
         if not isinstance(trouble, OSError):
-            reason = f"the answer isn't HTTP: {trouble!r:.200}"
+            fault = "isn't HTTP" if isinstance(trouble, BadStatusLine) else "can't be read"
+            reason = f"the answer {fault}: {trouble!r:.200}"
         msg = f"{self.url} can't be read, in {NUM_TRIES} tries: {reason}"
         raise StorageError(msg) from trouble
 
@@ -192,7 +193,7 @@ class HttpsFile(Readable):
             kind = ObjectNotFoundError if error.code in GONE else StorageError
             msg = f"{self.url} can't be read: {error.code} {error.reason}"
             raise kind(msg) from error
-        except ValueError as error:  # of a host's name, or of the address that a redirect leads to
+        except (ValueError, InvalidURL) as error:  # of a host's name, or of a redirect's address
             msg = f"{self.url} can't be read: {error}"
             raise StorageError(msg) from error
         begins = answer.headers.get("Content-Range", "bytes 0-")

@@ -106,6 +106,16 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
             "my%20names.txt can't be read: Invalid IPv6 URL",
         ),
         (
+            {"statuses": [302], "headers": {"Location": "https://127.0.0.1:abc/x"}},
+            StorageError,
+            "my%20names.txt can't be read: nonnumeric port: 'abc'$",
+        ),
+        (
+            {"headers": {"ETag": "1" * 70_000}},
+            StorageError,
+            "in 4 tries: the answer can't be read: LineTooLong",
+        ),
+        (
             {"statuses": [302], "headers": {"Location": "http://127.0.0.1/x?key=secret"}},
             StorageError,
             r"leads to an address with http:, and only https is read$",
@@ -119,6 +129,8 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
         "not now",
         "no HTTP",
         "a broken redirect",
+        "a redirect to no port",
+        "too long a line",
         "a redirect without TLS",
     ],
 )
