@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ WINDOW_BYTES = 128 * 2**20
 @exported_by("prefect_torch_ddp.data")
 def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a bucket, all by name
     where: Any,
-    variables: str | Sequence[str] | None = None,
+    variables: str | Sequence[str] | AbstractSet[str] | None = None,
     *,
     window: Mapping[str, int] | None = None,
     patch: Mapping[str, int] | None = None,
@@ -59,8 +60,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
             array (formats 2 and 3), of a .npy file, or of a folder with `part-*.npy`, which are
             one array, as a Bag of arrays is written. With `storage`, a path in that storage. Or a
             NumPy array, or an xarray Dataset or DataArray without Dask, equal on all ranks.
-        variables: names of the variables of a group to read. None: all except coordinates. A
-            single array takes only its own name.
+        variables: names of the variables of a group to read, those of a set in the order of the
+            alphabet. None: all except coordinates. A single array takes only its own name.
         window: number of positions in a sample, by dimension. By default a sample begins at each
             position, so samples overlap. Dimensions without names are `dim_0`, `dim_1`, ...
         patch: number of positions in a sample, by dimension. By default samples don't overlap. The
@@ -122,7 +123,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 
     ways = {"anonymous": anonymous, "endpoint_url": endpoint_url, "region": region}
     by = checked(normalize)
-    found = kinds.open_arrays(where, variables, storage, **ways)
+    names = sorted(variables, key=str) if isinstance(variables, AbstractSet) else variables
+    found = kinds.open_arrays(where, names, storage, **ways)
     refuse_unheld(found, nan)
     used = used_positions(found, select or {})
     for variable in found.variables:

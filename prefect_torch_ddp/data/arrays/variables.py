@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from prefect_torch_ddp.data.sampler import refuse_set
 from prefect_torch_ddp.errors import InvalidParamsError
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -195,9 +194,8 @@ def chosen(
     Zarr lists them in another order each time, and the ranks' orders have to agree.
 
     Raises:
-        InvalidParamsError: one isn't there, or there is none; or they are a set.
+        InvalidParamsError: one isn't there, or there is none.
     """
-    refuse_set("variables", variables)
     given = [variables] if isinstance(variables, str) else variables
     wanted = list(dict.fromkeys(given or sorted(names)))
     missing = [name for name in wanted if name not in names]

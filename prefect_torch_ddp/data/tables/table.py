@@ -1,6 +1,7 @@
 """`table()`: Parquet files as a dataset for `ctx.loader`."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ MIN_PYARROW = 22
 @exported_by("prefect_torch_ddp.data")
 def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a bucket, all by name
     where: Location | Sequence[str | Path],
-    columns: Sequence[str] | None = None,
+    columns: Sequence[str] | AbstractSet[str] | None = None,
     *,
     features: Sequence[str] | None = None,
     target: str | Sequence[str] | None = None,
@@ -66,7 +67,8 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
             Delta Lake, Hudi or Iceberg, give the list of its current files, such as
             `DeltaTable(path).file_uris()`. A table with row-level deletes must be compacted first:
             its current files have the deleted rows too.
-        columns: names of the columns to read; None: all except the index of pandas or Dask.
+        columns: names of the columns to read, those of a set in the order of the alphabet; None:
+            all except the index of pandas or Dask.
         features: names of the numeric columns that become x. A number too large for float32 is an
             error; if integers lose digits, a warning names the column.
         target: name or names of the columns that become y; needs `features`.
@@ -109,8 +111,10 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
     """
     _require_pyarrow()
     _check(categories, fill)
-    for name, given in (("columns", columns), ("features", features), ("target", target)):
-        refuse_set(name, given)
+    refuse_set("features", features)
+    refuse_set("target", target)
+    # A batch is a dict, where the order doesn't count, but it has to be the same on all ranks.
+    names = sorted(columns, key=str) if isinstance(columns, AbstractSet) else columns
     buffer = whole_number("shuffle_buffer", shuffle_buffer, 1)
     copies = _folder_of_copies(local_copy)
     if copies is not None and buffer != SHUFFLE_BUFFER:
@@ -130,14 +134,14 @@ def table(  # noqa: PLR0913 - what is read, of which kind, and the way to a buck
 
     def opened() -> pieces.TablePieces:
         footed = parquet_files.with_footers(found)
-        chosen = choices.chosen_names(footed[0], columns, features, target)
+        chosen = choices.chosen_names(footed[0], names, features, target)
         resolved = choices.resolved_columns(footed, chosen.names, categories, fill or {})
         return pieces.TablePieces(footed, resolved, chosen.form(resolved), filters)
 
     if copies is None:
         return dataset.Table(opened(), buffer)
     asked = {
-        "columns": columns,
+        "columns": names,
         "features": features,
         "target": target,
         "categories": categories,

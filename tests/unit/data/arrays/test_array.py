@@ -322,7 +322,6 @@ def test_select_refuses_coordinates_that_are_not_sorted(tmp_path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"variables": "t3m"}, r"no variable 't3m'; it has mask, t2m"),
-    ({"variables": {"t2m", "mask"}}, "variables is a set, .*: give a list"),
     ({"window": {"tim": 3}}, "tim is none of them"),
     ({"window": {"lat": 3}, "patch": {"lat": 3}}, "lat is in window and in patch"),
     ({"window": {"time": 3}, "stride": {"lat": 2}}, "lat is none of them"),
@@ -342,6 +341,18 @@ def test_arguments_of_arrays_that_cannot_be_are_refused(options, says) -> None:
     """By name, before anything is read."""
     with pytest.raises(InvalidParamsError, match=says):
         array(weather(), **options)
+
+
+def test_a_set_of_variables_is_read_in_one_order(tmp_path) -> None:
+    """The same in each process; a batch is a dict, where it doesn't count."""
+    by_xarray(tmp_path / "a.zarr", 2)
+    for where in (weather(), tmp_path / "a.zarr"):
+        found, listed = (
+            loader_of(array(where, names, missing="fill"), 4)
+            for names in ({"t2m", "mask"}, ["mask", "t2m"])
+        )
+        assert found.traits == listed.traits
+    assert len(array(weather()["t2m"], frozenset({"t2m"}))) == 20
 
 
 def test_a_single_array_takes_no_other_name(tmp_path) -> None:
