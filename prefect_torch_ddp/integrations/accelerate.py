@@ -201,7 +201,11 @@ class Loop:
                 self._restore(begun, only=loader)
         loader.iteration = epoch
         begun = {**self._capture(), **sizes_of([loader])}
-        return begun, num_done, skip_first_batches(loader, num_done) if num_done else loader
+        if not num_done:
+            return begun, 0, loader
+        left = skip_first_batches(loader, num_done)
+        left.set_epoch = loader.set_epoch  # its own doesn't reach each sampler that loader's does
+        return begun, num_done, left
 
     def _total(self, num_batches: int, first: int, num_epochs: int, num_done: int) -> int | None:
         """Return the number of all steps; None: later calls or accumulation by hand change it."""

@@ -69,6 +69,25 @@ class Permuted(torch.utils.data.Sampler[int]):
         return 40
 
 
+class Numbered(torch.utils.data.Sampler[Any]):
+    """Draws an epoch's order by its number, as torch's DistributedSampler does; of numbers, or of
+    batches of them."""
+
+    def __init__(self, size: int = 40, batch_size: int | None = None) -> None:
+        self._size, self._batch_size, self.epoch = size, batch_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the number of the epoch that begins."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self._size, generator=torch.Generator().manual_seed(self.epoch))
+        return iter((order.view(-1, self._batch_size) if self._batch_size else order).tolist())
+
+    def __len__(self) -> int:
+        return self._size // (self._batch_size or 1)
+
+
 SAMPLERS: dict[str, Callable[[], torch.utils.data.Sampler[int]]] = {
     "global": Permuted,
     "own": lambda: Permuted(torch.Generator().manual_seed(4)),
@@ -363,7 +382,8 @@ def accelerate(ctx: RankContext, folder: str, die_at: DieAt, **chosen: Any) -> s
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
-    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
+    of: dict[str, Any] = {"sampler": Numbered()} if chosen.get("numbered") else {"shuffle": True}
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, **of)
     model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     loop = attach(accelerator)
     calls = chosen.get("calls", 1)

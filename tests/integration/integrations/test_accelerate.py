@@ -33,6 +33,7 @@ MORE = pytest.mark.more
     [
         pytest.param({}, 9, 15, id="mid-epoch"),
         pytest.param({"seedable": True}, 9, 15, id="seedable sampler", marks=MORE),
+        pytest.param({"numbered": True}, 9, 15, id="sampler with set_epoch", marks=MORE),
         pytest.param({"accumulate": 2}, 5, 9, id="accumulation", marks=MORE),
         pytest.param({}, 11, 15, id="first step of an epoch", marks=MORE),
         pytest.param({"calls": 3}, 9, 15, id="a call an epoch", marks=MORE),

@@ -21,7 +21,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.integrations import accelerate
 from prefect_torch_ddp.integrations.accelerate import attach
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.workloads.trainers import Drawn
+from tests.workloads.trainers import Drawn, Numbered
 
 pytestmark = pytest.mark.timeout(120)
 NUM_BATCHES = 6
@@ -89,6 +89,8 @@ class Training:
         if chosen.get("draws_by_numpy"):
             own = [np.random.default_rng(4)]
             of = {"sampler": Drawn(own, lambda each: each[0].integers(12), len(rows))}
+        if chosen.get("draws_by_epoch"):
+            of, size = {"batch_sampler": Numbered(num_rows, size)}, 1
         loaders = [DataLoader(rows, batch_size=size, **of) for _ in range(2)]
         self.net, self.optimizer = self.accelerator.prepare(net, optimizer)
         self.loaders = [self.accelerator.prepare(loader) for loader in loaders]
@@ -231,6 +233,19 @@ def test_a_sampler_with_generators_of_numpy_repeats_the_order(tmp_path: Path, di
     with pytest.raises(KilledError):
         run(tmp_path / "killed", in_the_body, die_at, draws_by_numpy=True)
     resumed = run(tmp_path / "killed", in_the_body, draws_by_numpy=True)
+    assert resumed.orders == undisturbed.orders[-len(resumed.orders) :]
+    assert resumed.weights == undisturbed.weights
+
+
+@pytest.mark.parametrize("die_at", [6, 10, 14])
+def test_a_batch_sampler_that_draws_by_the_epoch_repeats_the_order(
+    tmp_path: Path, die_at: int
+) -> None:
+    """In any epoch: it is told the epoch's number, which the skipping loader wouldn't do."""
+    undisturbed = run(tmp_path / "straight", in_the_body, draws_by_epoch=True)
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", in_the_body, die_at, draws_by_epoch=True)
+    resumed = run(tmp_path / "killed", in_the_body, draws_by_epoch=True)
     assert resumed.orders == undisturbed.orders[-len(resumed.orders) :]
     assert resumed.weights == undisturbed.weights
 
