@@ -13,11 +13,12 @@ from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
-from pytorch_lightning.plugins import TorchCheckpointIO
+from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.integrations.held_generators import capture_own, restore_own
 from prefect_torch_ddp.integrations.refused import (
     reason_against,
@@ -34,6 +35,11 @@ _UNFIT = (
     "than data (%s). Leave it out, for example by save_hyperparameters(ignore=[...]), or pass "
     "weights_only=False to fit, with which whoever can write to the storage can run code"
 )
+_UNWRITTEN = (
+    "{}, the Trainer's CheckpointIO, has not written {} at step {} by the time that its "
+    "save_checkpoint has returned, so no attempt could resume from that checkpoint: use one that "
+    "writes to the path that it is given before it returns"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +52,8 @@ def attach(trainer: Trainer) -> str | None:
     Raises:
         InvalidParamsError: the Trainer has an option with which a resumed training would differ or
             fail; the message names it. Or the newest commit is of another number of ranks. `fit`
-            raises it if that commit is from the middle of an epoch of other data.
+            raises it if that commit is from the middle of an epoch of other data, or if a save has
+            written no file.
     """
     if (ctx := current_context()) is None:
         return None
@@ -60,6 +67,9 @@ def attach(trainer: Trainer) -> str | None:
         ),
         "min_epochs or min_steps, before which it doesn't stop": bool(
             trainer.fit_loop.min_epochs or trainer.fit_loop.min_steps
+        ),
+        "AsyncCheckpointIO, which still writes when the checkpoint is committed": isinstance(
+            trainer.strategy.checkpoint_io, AsyncCheckpointIO
         ),
     }
     refuse_options(refused)
@@ -204,10 +214,14 @@ class _Callback(Checkpoint):  # type: ignore[misc]
     def _save(self, trainer: Trainer) -> None:
         folder = self._ctx.checkpoint_folder / f"step-{self._step}"
         folder.mkdir()
-        trainer.save_checkpoint(folder / "trainer.ckpt", weights_only=False)
+        path = folder / "trainer.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)
+        if self._ctx.rank == 0 and not path.exists():
+            plugin = type(trainer.strategy.checkpoint_io).__name__
+            raise InvalidParamsError(_UNWRITTEN.format(plugin, path, self._step))
         if not self._is_checked:
             self._is_checked = True
-            self._warn_of_unfit(trainer, folder / "trainer.ckpt")
+            self._warn_of_unfit(trainer, path)
         state = {"begun": self._begun, "now": _capture(trainer), **sizes_of(_loaders(trainer))}
         torch.save(state, folder / self._file)
         self._ctx.commit(folder, step=self._step)

@@ -14,9 +14,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from prefect_torch_ddp import CheckpointParams, RankContext
+from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.integrations import lightning
 from prefect_torch_ddp.integrations.lightning import attach
@@ -205,3 +206,26 @@ def test_a_checkpoint_that_a_restart_would_refuse_is_warned_of_once(
     shutil.rmtree(tmp_path / "runs")
     assert train(str(tmp_path), 1) == []
     assert train(str(tmp_path), 2) == []
+
+
+def test_a_plugin_that_writes_later_is_refused(tmp_path: Path) -> None:
+    """A commit would lack what it still writes, and the commits before it would be deleted."""
+    fitted = trainer(tmp_path, plugins=[AsyncCheckpointIO()])
+    with context(tmp_path), pytest.raises(InvalidParamsError, match=r"it uses AsyncCheckpointIO"):
+        attach(fitted)
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Writes nothing to where it is told to."""
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_a_save_that_wrote_no_file_is_refused(tmp_path: Path) -> None:
+    """At the first one, before it is committed; the error names the plugin."""
+    said = r"Elsewhere, the Trainer's CheckpointIO, has not written .*trainer\.ckpt at step 4"
+    with context(tmp_path):
+        fitted = trainer(tmp_path, plugins=[Elsewhere()])
+        with pytest.raises(InvalidParamsError, match=said):
+            fitted.fit(Net(), loader(), ckpt_path=attach(fitted))
+    assert steps_in(tmp_path) == []
