@@ -14,7 +14,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Checkpoint
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from pytorch_lightning.trainer.states import TrainerFn
 
 from prefect_torch_ddp.checkpoint.state.serial import capture_generators, restore_generators
@@ -62,9 +62,8 @@ def attach(trainer: Trainer) -> str | None:
         f"{ctx.world_size}; see docs/from/lightning.md for strategy, devices and num_nodes": (
             (trainer.global_rank, trainer.world_size) != (ctx.rank, ctx.world_size)
         ),
-        "a strategy that isn't DDP": not isinstance(
-            trainer.strategy, DDPStrategy | SingleDeviceStrategy
-        ),
+        f"{type(trainer.strategy).__name__}, a strategy other than DDP, or with a save_checkpoint "
+        "of its own": not _is_ddp(trainer.strategy),
         "min_epochs or min_steps, before which it doesn't stop": bool(
             trainer.fit_loop.min_epochs or trainer.fit_loop.min_steps
         ),
@@ -79,6 +78,14 @@ def attach(trainer: Trainer) -> str | None:
     trainer.callbacks.append(_Callback(ctx))
     trainer.loggers = [*trainer.loggers, _Logger(ctx, trainer.default_root_dir)]
     return None if ctx.committed is None else str(ctx.committed / "trainer.ckpt")
+
+
+def _is_ddp(strategy: Strategy) -> bool:
+    """Return whether it saves as DDP does; those of DeepSpeed and XLA are DDP's subclasses too."""
+    return (
+        isinstance(strategy, DDPStrategy | SingleDeviceStrategy)
+        and type(strategy).save_checkpoint is Strategy.save_checkpoint
+    )
 
 
 class _Logger(DummyLogger):  # type: ignore[misc]

@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, Strategy, XLAStrategy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankContext
@@ -229,3 +230,25 @@ def test_a_save_that_wrote_no_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidParamsError, match=said):
             fitted.fit(Net(), loader(), ckpt_path=attach(fitted))
     assert steps_in(tmp_path) == []
+
+
+class Tuned(DDPStrategy):
+    """Saves as DDP does."""
+
+
+class Sharded(DDPStrategy):
+    """Saves in its own way, as those of DeepSpeed and XLA do, which are DDP's subclasses too."""
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_a_strategy_of_ddps_that_saves_in_its_own_way_is_refused(tmp_path: Path) -> None:
+    """The error names it, before the first step; one that only changes something else is taken."""
+    said = "it uses Sharded, a strategy other than DDP, or with a save_checkpoint of its own"
+    with context(tmp_path):
+        with pytest.raises(InvalidParamsError, match=said):
+            attach(trainer(tmp_path, strategy=Sharded()))
+        assert attach(trainer(tmp_path, strategy=Tuned())) is None
+    for kind in (DeepSpeedStrategy, XLAStrategy):
+        assert issubclass(kind, DDPStrategy), "it would be taken for DDP"
+        assert kind.save_checkpoint is not Strategy.save_checkpoint
