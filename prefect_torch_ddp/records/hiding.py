@@ -66,12 +66,19 @@ _REFERENCES = {
 """Kubernetes' names of where a secret is, which aren't what it is; each with its fields."""
 _OBJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
+_HOST = r"(?:[\w.-]++|\[[\w:.%]++\])(?::\d{1,5})?+"
+_QUERY = r"\?[\w.-]+="
 _URL_USER = re.compile(
     r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://"
-    r"(?P<user>[^\s/@:?#\[\"']*:(?!\d{1,5}(?:[/\"']|[?#][\w.-]*=|$))\S{0,1000}|[^\s/@?#\"']+)"
-    r"@(?!sha\d+:)"
+    rf"(?P<user>[^\s/@:?#\[\"']*:(?!\d{{1,5}}(?:,{_HOST})*+(?:[/\"']|[?#][\w.-]*=|$))"
+    r"(?=[^\s@]{0,1000}+@)"  # only for speed
+    # An `@` in the query comes after the host; without a host and a path before it, `?` and `#`
+    # are taken for parts of the password.
+    rf"(?:[^\s?#]{{0,1000}}(?=@{_HOST}(?:,{_HOST})*+/[^\s?#@]*+{_QUERY})|\S{{0,1000}})"
+    r"|[^\s/@?#\"']+)@(?!sha\d+:)"
 )
-"""`scheme://user:p/a?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`."""
+"""`scheme://user:p/a?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`.
+After the user come one host or several, and in a port's place no password."""
 _USER_IS_PLAIN = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
 """Schemes whose URLs have a user or a container before `@`, which is no secret by itself."""
 _USER = re.compile(
