@@ -31,6 +31,8 @@ RunState = Literal["training", "completed", "failed", "cancelled"]
 PREFIX = "run-records/"
 OF_ANY_KIND = ("parameters", "options", "data_options", "arguments", "value")
 """The fields of a record with values that their own code chose."""
+_NON_FINITE, _AS_TEXTS = "non_finite", "texts"
+"""The stored field that says that those values are as `as_stored` made them."""
 UNUSABLE = "can't be evaluated or resumed by its record"
 
 logger = logging.getLogger(__name__)
@@ -122,7 +124,8 @@ class RunRecord(Result):
     def from_bytes(cls, data: bytes, where: str) -> Self:
         """Read a stored record; raises as `Format.from_bytes`."""
         values = RUN_RECORD.check(from_json(data), where)
-        values |= {name: as_given(values[name]) for name in OF_ANY_KIND if name in values}
+        if values.pop(_NON_FINITE, None) == _AS_TEXTS:  # earlier versions marked no texts
+            values |= {name: as_given(values[name]) for name in OF_ANY_KIND if name in values}
         record, unknown = build_model(cls, values)
         record.keep(unknown)
         return record
@@ -132,7 +135,8 @@ class RunRecord(Result):
         # Through plain values: pydantic would make null of a float in a nested model that JSON
         # lacks.
         plain = restore_unknown(self.plain(), self._unknown)
-        return to_json(RUN_RECORD.stamp(plain), indent=1, inf_nan_mode="strings")
+        stamped = RUN_RECORD.stamp({_NON_FINITE: _AS_TEXTS, **plain})
+        return to_json(stamped, indent=1, inf_nan_mode="strings")
 
     def plain(self) -> dict[str, Any]:
         """Return its fields as JSON has them, but floats in typed ones that JSON lacks."""

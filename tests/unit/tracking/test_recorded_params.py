@@ -15,7 +15,9 @@ from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import read_record, write_record
 from prefect_torch_ddp.server import ServerError
 from prefect_torch_ddp.tracking.description import draft_record, plain_values, recorded_params
+from tests.support.formats import rewrite
 from tests.support.pages import DATASET
+from tests.support.storage_0_1 import RUN_ID, copied
 
 
 def put_on_record(
@@ -58,6 +60,23 @@ def test_floats_that_json_lacks_come_back(tmp_path: Path) -> None:
         "missing": ["(text) NaN", "(text) (text) Infinity"],
         "fill": "NaN",
     }
+
+
+def test_texts_of_a_record_without_marks_stay_texts(tmp_path: Path) -> None:
+    """Earlier versions marked none, and their table's word for a missing value became a float."""
+    given = {"na_values": ["NaN", "", "(text) NaN"]}
+    folder = copied(tmp_path / "storage")
+    storage = DirectoryStorage(folder)
+    (file,) = folder.rglob("run-records/**/*.json")
+    rewrite(storage, file.relative_to(folder).as_posix(), {"options": given})
+    assert "non_finite" not in json.loads(file.read_text("utf-8"))
+    for _ in range(3):
+        record = read_record(storage, RUN_ID)
+        assert (record.options, record.unknown) == (given, ())
+        write_record(storage, record)  # as an evaluation does: with marks
+    stored = json.loads(file.read_text("utf-8"))
+    assert stored["options"] == {"na_values": ["(text) NaN", "", "(text) (text) NaN"]}
+    assert stored["non_finite"] == "texts"
 
 
 @pytest.mark.parametrize(
