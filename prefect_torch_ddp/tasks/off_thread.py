@@ -26,6 +26,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.server import flow_server
+from prefect_torch_ddp.tasks.clusters.chosen import refuse_dropped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,12 +36,14 @@ R = TypeVar("R")
 def off_thread() -> Iterator[None]:
     """Have the tasks submitted in the context leave their Dask worker's thread before they begin.
 
-    Other task runners than a DaskTaskRunner submit as they always do.
+    Other task runners than a DaskTaskRunner submit as they always do. Raises InvalidParamsError as
+    `refuse_dropped`.
     """
     context = FlowRunContext.get()
     if context is None or not isinstance(context.task_runner, DaskTaskRunner):
         yield
         return
+    refuse_dropped(context)
     # On other hosts a temporary server, which only listens on this one, can't be reached.
     shares = not PREFECT_API_URL.value() and workers_away(context.task_runner.client) == {}
     with (

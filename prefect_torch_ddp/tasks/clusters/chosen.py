@@ -3,6 +3,7 @@
 from typing import Any
 
 from dask.system import CPU_COUNT
+from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
@@ -17,13 +18,34 @@ from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
 def of_runner(runner: DaskTaskRunner) -> dict[str, Any]:
     """Return what a task runner itself says of its cluster; nothing, as `DaskTaskRunner()` does."""
-    like_any, names = DaskTaskRunner(), ("address", "cluster_class", "cluster_kwargs")
-    said = {"cluster": "_cluster", **{name: name for name in (*names, "adapt_kwargs")}}
+    # Never a cluster object; see `refuse_dropped`.
+    like_any = DaskTaskRunner()
     return {
-        name: getattr(runner, at)
-        for name, at in said.items()
-        if getattr(runner, at) != getattr(like_any, at)
+        name: getattr(runner, name)
+        for name in ("address", "cluster_class", "cluster_kwargs", "adapt_kwargs")
+        if getattr(runner, name) != getattr(like_any, name)
     }
+
+
+def refuse_dropped(context: FlowRunContext) -> None:
+    """Refuse a flow whose `DaskTaskRunner(cluster=...)` has a cluster that its runs never get.
+
+    A run has its own runner (`duplicate`), made without that object: it would start a local cluster
+    in silence. Nor can its tasks be sent to a worker, as most clusters can't be pickled.
+
+    Raises:
+        InvalidParamsError: the flow's task runner has such an object.
+    """
+    runner = context.flow.task_runner if context.flow else None
+    if not isinstance(runner, DaskTaskRunner):
+        return
+    cluster = runner._cluster  # noqa: SLF001 - it has no public name
+    if cluster is not None:
+        what = "Prefect never hands the cluster of DaskTaskRunner(cluster=...) to a flow run"
+        instead = f"DaskTaskRunner(address={cluster.scheduler_address!r})"
+        do = "or open a client of it, Client(cluster), around the flow, and write DaskTaskRunner()"
+        msg = f"{what}, which would start a local one: write {instead}, {do}"
+        raise InvalidParamsError(msg)
 
 
 def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:

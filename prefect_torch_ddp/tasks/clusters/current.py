@@ -38,7 +38,7 @@ from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, stop_task
-from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
+from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster, refuse_dropped
 from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
@@ -278,4 +278,6 @@ def _runner() -> DaskTaskRunner:
         needs = f"a DDP task needs the Dask cluster of its flow, but {where}"
         msg = f"{needs}; write @flow(task_runner=DaskTaskRunner(...))"
         raise InvalidParamsError(msg)
+    if context:
+        refuse_dropped(context)
     return runner

@@ -27,8 +27,10 @@ from prefect_torch_ddp import (
     ClusterParams,
     InvalidParamsError,
     NotEnoughWorkersError,
+    RankContext,
     TrainParams,
     TrainReport,
+    ddp_task,
     evaluate_flow,
     run_gang,
     train_flow,
@@ -111,6 +113,36 @@ def test_a_cluster_that_an_open_client_would_replace_is_refused(
         pytest.raises(InvalidParamsError, match=f"client of {cluster.scheduler_address} is open"),
     ):
         train_flow(params)
+
+
+def test_a_cluster_object_that_prefect_drops_is_refused(tmp_path: Path) -> None:
+    """A flow run's task runner hasn't got it, and would start a local cluster in its place."""
+    in_threads = {"n_workers": 1, "processes": False, "dashboard_address": None}
+    with LocalCluster(**in_threads) as cluster:
+        own: Any = DaskTaskRunner(cluster=cluster)
+
+        @ddp_task(world_size=1, storage=str(tmp_path))
+        def fit(ctx: RankContext) -> None:
+            """Train nothing."""
+
+        @flow(task_runner=own)
+        def called() -> None:
+            fit()
+
+        @flow(task_runner=own)
+        def submitted() -> None:
+            fit.submit()
+
+        @task
+        def submits() -> None:
+            fit.submit()
+
+        trains = train_flow.with_options(task_runner=own)
+        params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path))
+        says = f"never hands .*DaskTaskRunner.address='{cluster.scheduler_address}'.*or open a"
+        for run in (called, submitted, flow(task_runner=own)(submits), partial(trains, params)):
+            with pytest.raises(InvalidParamsError, match=says):
+                run()
 
 
 def test_the_workers_of_an_open_client_are_not_the_runs_own(
