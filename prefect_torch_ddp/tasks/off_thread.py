@@ -23,10 +23,10 @@ from prefect.utilities.engine import collect_task_run_inputs_sync
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.server import flow_server
-from prefect_torch_ddp.tasks.clusters.chosen import refuse_dropped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +52,27 @@ def off_thread() -> Iterator[None]:
         context.model_copy(update={"task_runner": runner}),
     ):
         yield
+
+
+def refuse_dropped(context: FlowRunContext) -> None:
+    """Refuse a flow whose `DaskTaskRunner(cluster=...)` has a cluster that its runs never get.
+
+    A run has its own runner (`duplicate`), made without that object: it would start a local cluster
+    in silence. Nor can its tasks be sent to a worker, as most clusters can't be pickled.
+
+    Raises:
+        InvalidParamsError: the flow's task runner has such an object.
+    """
+    runner = context.flow.task_runner if context.flow else None
+    if not isinstance(runner, DaskTaskRunner):
+        return
+    cluster = runner._cluster  # noqa: SLF001 - it has no public name
+    if cluster is not None:
+        what = "Prefect never hands the cluster of DaskTaskRunner(cluster=...) to a flow run"
+        instead = f"DaskTaskRunner(address={cluster.scheduler_address!r})"
+        do = "or open a client of it, Client(cluster), around the flow, and write DaskTaskRunner()"
+        msg = f"{what}, which would start a local one: write {instead}, {do}"
+        raise InvalidParamsError(msg)
 
 
 def submit_off_thread(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> PrefectFuture[R]:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from dask.system import CPU_COUNT
-from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
@@ -25,27 +24,6 @@ def of_runner(runner: DaskTaskRunner) -> dict[str, Any]:
         for name in ("address", "cluster_class", "cluster_kwargs", "adapt_kwargs")
         if getattr(runner, name) != getattr(like_any, name)
     }
-
-
-def refuse_dropped(context: FlowRunContext) -> None:
-    """Refuse a flow whose `DaskTaskRunner(cluster=...)` has a cluster that its runs never get.
-
-    A run has its own runner (`duplicate`), made without that object: it would start a local cluster
-    in silence. Nor can its tasks be sent to a worker, as most clusters can't be pickled.
-
-    Raises:
-        InvalidParamsError: the flow's task runner has such an object.
-    """
-    runner = context.flow.task_runner if context.flow else None
-    if not isinstance(runner, DaskTaskRunner):
-        return
-    cluster = runner._cluster  # noqa: SLF001 - it has no public name
-    if cluster is not None:
-        what = "Prefect never hands the cluster of DaskTaskRunner(cluster=...) to a flow run"
-        instead = f"DaskTaskRunner(address={cluster.scheduler_address!r})"
-        do = "or open a client of it, Client(cluster), around the flow, and write DaskTaskRunner()"
-        msg = f"{what}, which would start a local one: write {instead}, {do}"
-        raise InvalidParamsError(msg)
 
 
 def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:

@@ -38,8 +38,8 @@ from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, stop_task
-from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster, refuse_dropped
-from prefect_torch_ddp.tasks.off_thread import submit_off_thread
+from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
+from prefect_torch_ddp.tasks.off_thread import refuse_dropped, submit_off_thread
 from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
