@@ -44,6 +44,16 @@ def typed(block: str, folder: Path, port: int) -> str:
     return block
 
 
+def one_job(folder: Path, port: int) -> str:
+    """Return the page's script of a job that holds all, adapted."""
+    (script,) = (
+        typed(found, folder, port)
+        for found in BLOCK.findall(PAGES[0].read_text("utf-8"))
+        if (named := NAMED.match(found)) and named[1] == "one_job.sh"
+    )
+    return script
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
@@ -93,6 +103,27 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
     assert all("accuracy" in job for job in jobs)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
+def test_a_job_that_is_requeued_does_not_take_its_former_scheduler(
+    site: Site, tmp_path: Path, prefect_api: str
+) -> None:
+    """It keeps its number, so the file of the scheduler that ended is there, under its name."""
+    port = int(prefect_api.removesuffix("/api").rpartition(":")[2])
+    former = f'{{"type": "Scheduler", "address": "tcp://127.0.0.1:{free_port()}"}}'
+    given = f"cat > scheduler-$SLURM_JOB_ID.json <<'END'\n{former}\nEND\n"
+    (tmp_path / "one_job.sh").write_text(
+        one_job(tmp_path, port).replace("\nfile=", f"\n{given}file=")
+    )
+    submit = ["sbatch", "--job-name=again", "one_job.sh", "-o", "epochs=1"]
+    subprocess.run(submit, cwd=tmp_path, check=True, capture_output=True)
+    wait_until(lambda: not site.job_ids() and not site.processes(), 4 * HANG_S, "the job's end")
+    log = (tmp_path / "again.log").read_text()
+    states = [run.state for run in list_records(DirectoryStorage(tmp_path / "chains" / "again"))]
+    assert states == ["completed"], log
+
+
 @pytest.mark.more
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
@@ -102,12 +133,7 @@ def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
     """At the signal before its end all ranks save, and the next job goes on there; after SIGTERM to
     its script, which saves too, no job follows. The chain keeps its name, storage and options."""
     port = int(prefect_api.removesuffix("/api").rpartition(":")[2])
-    (script,) = (
-        typed(found, tmp_path, port)
-        for found in BLOCK.findall(PAGES[0].read_text("utf-8"))
-        if (named := NAMED.match(found)) and named[1] == "one_job.sh"
-    )
-    (tmp_path / "one_job.sh").write_text(script)
+    (tmp_path / "one_job.sh").write_text(one_job(tmp_path, port))
     folder = tmp_path / "chains" / "long"
     storage = DirectoryStorage(folder)
 
