@@ -149,7 +149,7 @@ def _publish_failure(
             error.add_note(line)
         else:
             get_run_logger().info("%s", line)
-    events = RunEvents(run_id, record.experiment, record.workload)
+    events = RunEvents(record)
     last = record.attempts[-1] if record.attempts else None
     at = {"attempt": last.attempt, "world_size": last.world_size} if last else {}
     events.emit_end(record, kept, step=record.num_steps, **at)

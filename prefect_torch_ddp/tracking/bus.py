@@ -31,14 +31,16 @@ class RunEvents:
     related. For several threads: events reach the bus in the order in which they were emitted.
     """
 
-    def __init__(self, run_id: str, experiment: str, workload: str) -> None:
-        """Make it; nothing is sent yet."""
+    def __init__(self, record: RunRecord) -> None:
+        """Make it, by what is known of the run; nothing is sent yet."""
+        run_id, experiment, workload = record.run_id, record.experiment, record.workload
         self._about = {"run_id": run_id, "experiment": experiment, "workload": workload}
         self._resource = {
             "prefect.resource.id": f"{NAMESPACE}.run.{run_id}",
             "prefect.resource.name": run_id,
             f"{NAMESPACE}.experiment": experiment,
             f"{NAMESPACE}.workload": workload,
+            f"{NAMESPACE}.made-by": "train_flow" if record.is_of_flow else "ddp_task",
         }
         roles = ("task-run", "flow-run")
         self._related = [

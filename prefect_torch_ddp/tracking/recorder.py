@@ -75,7 +75,7 @@ class RunRecorder:
         self._ends_here = False
         self._has_news = True
         self._lock = threading.RLock()
-        self._events = RunEvents(draft.run_id, draft.experiment, draft.workload)
+        self._events = RunEvents(draft)
 
     @property
     def is_last(self) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+import yaml
 from distributed import Client, LocalCluster, Status, get_worker
 from prefect import flow
+from prefect.events.schemas.events import ResourceSpecification
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
@@ -127,8 +129,7 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert {"epoch.completed", "checkpoint.committed"} <= set(names)
     for event in events:
         payload = event["payload"]
-        assert payload["run_id"] == report.run_id
-        assert payload["world_size"] == 2
+        assert (payload["run_id"], payload["world_size"]) == (report.run_id, 2)
         assert {"step", "attempt"} <= payload.keys()
         roles = {each["prefect.resource.role"] for each in event["related"]}
         assert {"flow-run", "task-run"} <= roles
@@ -137,6 +138,14 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert last["checkpoint"] == report.training.last_checkpoint.uri  # type: ignore[union-attr]
     assert last["step"] == report.training.num_steps
     assert events[-1]["resource"]["prefect-torch-ddp.state"] == "completed"
+    assert all(evaluates(event["resource"]) for event in events)
+
+
+def evaluates(resource: dict[str, str]) -> bool:
+    """Whether the automation that evaluates checkpoints matches events of a resource."""
+    text = (ROOT / "deployments" / "on_checkpoint.yaml").read_text("utf-8")
+    (trigger,) = yaml.safe_load(text)["deployments"][0]["triggers"]
+    return bool(ResourceSpecification.model_validate(trigger["match"]).matches(resource))
 
 
 def check_hours(record: RunRecord, page: str) -> None:
@@ -195,6 +204,7 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     assert names.count("training.finished") == 1
     assert events[-1]["resource"]["prefect-torch-ddp.state"] == "failed"
     assert "out of luck" in events[-1]["payload"]["cause"]
+    assert not any(evaluates(event["resource"]) for event in events), "it isn't one of train_flow"
 
 
 def fail_once(folder: str) -> int:

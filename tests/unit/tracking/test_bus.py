@@ -2,8 +2,10 @@
 
 import threading
 import time
+from datetime import UTC, datetime
 from typing import Any
 
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.tracking.bus import INTERVAL_S, RunEvents
 from tests.support.waiting import HANG_S
 
@@ -14,7 +16,15 @@ class Kept(RunEvents):
     """Events that are kept here; while the first held one is sent, another thread tells of one."""
 
     def __init__(self) -> None:
-        super().__init__("run", "experiment", "workload")
+        super().__init__(
+            RunRecord(
+                run_id="run",
+                experiment="experiment",
+                workload="workload",
+                began=datetime.now(UTC),
+                storage="s",
+            )
+        )
         self.sent: list[tuple[str, int]] = []
         self._is_sending = threading.Event()
         self.other = threading.Thread(target=self._tell)
