@@ -49,8 +49,9 @@ class TaskParams(ContextParams):
     `persist_result=True` it doesn't run again: Prefect returns the value that it kept. In another
     process equal arguments may count as different if they are pickled by value, such as functions
     and classes of `__main__` and instances of such classes.
-    Tasks of one name are told apart by their functions, and functions that another one made by the
-    plain values that it gave them. If it gave them other objects, give the tasks names of their
+    Tasks of one name are told apart by their functions: by the name and the file's name, not its
+    folder, and functions that another one made by the plain values that it gave them. If that isn't
+    enough, as for `fit` of `vision/train.py` and of `text/train.py`, give the tasks names of their
     own.
     The key may have names of arguments in braces, as in Prefect's `task_run_name`: with `lr-{lr}`
     each learning rate is its own experiment.
