@@ -13,9 +13,10 @@ from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_
 from prefect_torch_ddp.integrations.transformers_data import DataPlace
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
-_RANKS_OWN = re.compile(r"(rng_state|data)_\d+\.pth$")
 _CUT = "epoch-ended-early"
 """In commits of a training in which an epoch had fewer steps than Transformers computes."""
+_NOT_ALL = re.compile(rf"(rng_state(_\d+)?|data_\d+)\.pth$|ended-|{_CUT}$")
+"""What is committed only by who has just written it: other trainings too leave such files."""
 
 logger = logging.getLogger(__name__)
 
@@ -141,18 +142,20 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder, rank = Path(args.output_dir, f"checkpoint-{state.global_step}"), self._ctx.rank
-        if rank == 0 and control.should_training_stop and state.global_step < state.max_steps:
-            (folder / self._end).touch()
-        if rank == 0 and self._has_cut:
-            (folder / _CUT).touch()
+        has_ended = control.should_training_stop and state.global_step < state.max_steps
+        own = {"rng_state.pth" if self._ctx.world_size == 1 else f"rng_state_{rank}.pth"}
         self._data.save(folder)
-        own = {f"rng_state_{rank}.pth", self._data.file}
+        own.add(self._data.file)
+        for mark, is_set in ((self._end, has_ended), (_CUT, self._has_cut)):
+            if rank == 0 and is_set:
+                (folder / mark).touch()
+                own.add(mark)
         files = [
             path.relative_to(folder)
             for path in folder.rglob("*")
-            # Ranks may share the folder. Rank 0 writes all but the others' generators.
+            # Ranks may share the folder, and another training may have left files in it.
             if path.is_file()
-            and (path.name in own or (rank == 0 and not _RANKS_OWN.match(path.name)))
+            and (path.name in own or (rank == 0 and not _NOT_ALL.match(path.name)))
         ]
         self._ctx.commit(folder, step=state.global_step, files=files)
         if self._ours is not None and self._ctx.local_rank == 0:
