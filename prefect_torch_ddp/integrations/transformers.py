@@ -3,6 +3,9 @@
 import logging
 import re
 import shutil
+import tempfile
+from copy import copy
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,7 @@ def attach(trainer: Trainer) -> str | None:
     data = DataPlace(ctx, trainer)
     callback = _Callback(ctx, data)
     trainer.add_callback(callback)
+    _save_apart(trainer, callback)
     run_epoch = trainer._run_epoch  # noqa: SLF001 - nothing public comes before its first step
 
     def run_epoch_if_left(**given: Any) -> None:
@@ -70,6 +74,34 @@ def attach(trainer: Trainer) -> str | None:
 
     trainer._run_epoch = run_epoch_if_left  # noqa: SLF001
     return None if ctx.committed is None else str(ctx.committed)
+
+
+def _save_apart(trainer: Trainer, callback: "_Callback") -> None:
+    """Have saves that the Trainer itself doesn't ask for made in a folder of this process.
+
+    Several runs may have one output_dir, in which the Trainer itself may save nothing.
+    """
+    handler = trainer.callback_handler
+    save, save_to, tell = trainer._save_checkpoint, trainer._get_output_dir, handler.on_save  # noqa: SLF001
+    apart = tempfile.mkdtemp(prefix="saves-", dir=get_temp_dir())
+
+    def save_checkpoint(*given: Any, **named: Any) -> None:
+        if not callback.is_ours(trainer.state):
+            save(*given, **named)
+            return
+        best = trainer.state.best_model_checkpoint
+        trainer._get_output_dir = lambda *_, **__: apart  # noqa: SLF001
+        save(*given, **named)
+        trainer._get_output_dir = save_to  # noqa: SLF001
+        trainer.state.best_model_checkpoint = best  # what is apart is removed
+
+    def on_save(args: Any, state: Any, control: Any, **given: Any) -> Any:
+        if callback.is_ours(state):
+            args = copy(args)  # for all callbacks: some look for the checkpoint
+            args.output_dir = apart
+        return tell(args, state, control, **given)
+
+    trainer._save_checkpoint, handler.on_save = save_checkpoint, on_save  # noqa: SLF001
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]
@@ -87,6 +119,10 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         self._has_cut = ctx.committed is not None and (ctx.committed / _CUT).exists()
         self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
         self._ours: Path | None = None
+
+    def is_ours(self, state: Any) -> bool:
+        """Return whether the Trainer itself has asked for no save in this step."""
+        return bool(self._asked_at == state.global_step)
 
     def on_train_begin(self, _args: Any, state: Any, control: Any, **given: Any) -> None:
         self._saved_at = state.global_step
@@ -158,9 +194,8 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
             and (path.name in own or (rank == 0 and not _NOT_ALL.match(path.name)))
         ]
         self._ctx.commit(folder, step=state.global_step, files=files)
-        if self._ours is not None and self._ctx.local_rank == 0:
-            # All ranks have committed it: a step that sums their gradients came after it.
+        if self._ours is not None:
             shutil.rmtree(self._ours, ignore_errors=True)
         self._saved_at = state.global_step
         control.should_training_stop |= self._stops
-        self._ours = folder if self._asked_at == state.global_step else None
+        self._ours = folder if self.is_ours(state) else None

@@ -51,8 +51,7 @@ def test_a_killed_trainer_ends_with_the_undisturbed_bits(
     metrics = read_metrics(storage, run_id)
     assert metrics["step"].max() == 15
     assert metrics["loss"].notna().sum() >= 7
-    left = {path.name for path in (killed / "out").iterdir()}
-    assert left == {"checkpoint-4", "checkpoint-15"}, "the newest one of each attempt"
+    assert not list((killed / "out").iterdir()), "the Trainer itself saves nothing"
 
 
 @pytest.mark.more

@@ -1,10 +1,14 @@
 """Which files a Trainer of Transformers commits."""
 
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from prefect_torch_ddp import CheckpointParams, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -76,3 +80,66 @@ def test_what_gangs_left_in_the_output_dir_is_not_committed_on_one_rank(tmp_path
     own = {"rng_state.pth", "data_0.pth"}
     assert own <= _committed(tmp_path / "killed")
     assert not (LEFT - own) & _committed(tmp_path / "killed")
+
+
+class Net(torch.nn.Module):
+    """A line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer((input_ids - labels / 2).float()).square().mean()}
+
+
+def _train_net(folder: Path, seed: int, on_save: Callable[[], None], **options: Any) -> str:
+    """Train a net in this seed's run; call this between a save and its commit."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from prefect_torch_ddp.integrations.transformers import attach
+
+    class Told(TrainerCallback):
+        def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+            assert Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir()
+            on_save()
+
+    policy = CheckpointParams(every_s=None, every_steps=2)
+    run_id, storage = f"run-{seed}", folder / "storage"
+    with RankContext.local(seed=seed, storage=storage, run_id=run_id, checkpoint=policy):
+        usual = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "report_to": []}
+        args = TrainingArguments(str(folder / "out"), **usual | options)
+        texts = trainers.Texts()
+        trainer = Trainer(Net(), args, train_dataset=texts, eval_dataset=texts, callbacks=[Told()])
+        trainer.train(resume_from_checkpoint=attach(trainer))
+        return trainers.digest_of(trainer.model)
+
+
+def test_runs_with_one_output_dir_commit_their_own_weights(tmp_path: Path) -> None:
+    """One saves between the other's save and its commit. The output_dir stays as it was."""
+    digests = {}
+
+    def train_another() -> None:
+        digests[2] = _train_net(tmp_path, 2, lambda: None)
+
+    digests[1] = _train_net(tmp_path, 1, train_another)
+    for seed, digest in digests.items():
+        with RankContext.local(storage=tmp_path / "storage", run_id=f"run-{seed}") as ctx:
+            assert ctx.committed is not None
+            weights = load_file(ctx.committed / "model.safetensors")
+        assert trainers.digest_of_state(weights) == digest
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_save_that_is_due_removes_none_of_the_trainers_own(tmp_path: Path) -> None:
+    """Also if the Trainer is to keep only one besides the best, which may be one that is due."""
+    kept = []
+
+    def look() -> None:
+        kept.append([path.name for path in (tmp_path / "out").iterdir()])
+
+    own = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "max_steps": 5}
+    # The first of the evaluations, after steps 4 and 5, counts as the best.
+    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    _train_net(tmp_path, 1, look, **own | best, eval_strategy="steps", eval_steps=4)
+    assert kept == [[], ["checkpoint-3"], ["checkpoint-3"], ["checkpoint-5"]]
