@@ -5,7 +5,6 @@ import re
 import shutil
 import tempfile
 from copy import copy
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def attach(trainer: Trainer) -> str | None:
     data = DataPlace(ctx, trainer)
     callback = _Callback(ctx, data)
     trainer.add_callback(callback)
-    _save_apart(trainer, callback)
+    _save_apart(ctx, trainer, callback)
     run_epoch = trainer._run_epoch  # noqa: SLF001 - nothing public comes before its first step
 
     def run_epoch_if_left(**given: Any) -> None:
@@ -76,30 +75,42 @@ def attach(trainer: Trainer) -> str | None:
     return None if ctx.committed is None else str(ctx.committed)
 
 
-def _save_apart(trainer: Trainer, callback: "_Callback") -> None:
+def _save_apart(ctx: RankContext, trainer: Trainer, callback: "_Callback") -> None:
     """Have saves that the Trainer itself doesn't ask for made in a folder of this process.
 
     Several runs may have one output_dir, in which the Trainer itself may save nothing.
     """
     handler = trainer.callback_handler
     save, save_to, tell = trainer._save_checkpoint, trainer._get_output_dir, handler.on_save  # noqa: SLF001
-    apart = tempfile.mkdtemp(prefix="saves-", dir=get_temp_dir())
+    # Beside checkpoint_folder, which is removed with its parent: names of commits stay as in
+    # output_dir, and the Trainer, which removes old checkpoints, doesn't find the restored one.
+    apart = tempfile.mkdtemp(prefix="saves-", dir=ctx.checkpoint_folder.parent)
+    is_ours = False
 
     def save_checkpoint(*given: Any, **named: Any) -> None:
-        if not callback.is_ours(trainer.state):
+        nonlocal is_ours  # once for each save: callbacks may change `control` before on_save
+        is_ours = callback.is_ours(trainer.args, trainer.state, trainer.control)
+        if not is_ours:
             save(*given, **named)
             return
         best = trainer.state.best_model_checkpoint
         trainer._get_output_dir = lambda *_, **__: apart  # noqa: SLF001
-        save(*given, **named)
-        trainer._get_output_dir = save_to  # noqa: SLF001
-        trainer.state.best_model_checkpoint = best  # what is apart is removed
+        try:
+            save(*given, **named)
+        finally:
+            trainer._get_output_dir = save_to  # noqa: SLF001
+            trainer.state.best_model_checkpoint = best  # what is apart is removed
 
     def on_save(args: Any, state: Any, control: Any, **given: Any) -> Any:
-        if callback.is_ours(state):
-            args = copy(args)  # for all callbacks: some look for the checkpoint
-            args.output_dir = apart
-        return tell(args, state, control, **given)
+        if not is_ours:
+            return tell(args, state, control, **given)
+        args = copy(args)  # for all callbacks: some look for the checkpoint
+        args.output_dir = apart
+        control = tell(args, state, control, **given)
+        push = getattr(trainer, "push_in_progress", None)  # in the background, by push_to_hub
+        if push is None or push.is_done():
+            shutil.rmtree(apart, ignore_errors=True)  # what is being committed is held open
+        return control
 
     trainer._save_checkpoint, handler.on_save = save_checkpoint, on_save  # noqa: SLF001
 
@@ -118,11 +129,12 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
         self._has_ended = ctx.committed is not None and (ctx.committed / self._end).exists()
         self._has_cut = ctx.committed is not None and (ctx.committed / _CUT).exists()
         self._is_left = False  # whether on_epoch_end is to save what on_step_end was asked for
-        self._ours: Path | None = None
 
-    def is_ours(self, state: Any) -> bool:
-        """Return whether the Trainer itself has asked for no save in this step."""
-        return bool(self._asked_at == state.global_step)
+    def is_ours(self, args: Any, state: Any, control: Any) -> bool:
+        """Return whether the save that begins is one that the Trainer itself wouldn't make."""
+        # A training that ends within an epoch is saved once; the Trainer would, at the epoch's end.
+        is_last = control.should_training_stop and args.save_strategy == "epoch"
+        return bool(self._asked_at == state.global_step and control.should_save and not is_last)
 
     def on_train_begin(self, _args: Any, state: Any, control: Any, **given: Any) -> None:
         self._saved_at = state.global_step
@@ -194,8 +206,5 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
             and (path.name in own or (rank == 0 and not _NOT_ALL.match(path.name)))
         ]
         self._ctx.commit(folder, step=state.global_step, files=files)
-        if self._ours is not None:
-            shutil.rmtree(self._ours, ignore_errors=True)
         self._saved_at = state.global_step
         control.should_training_stop |= self._stops
-        self._ours = folder if self.is_ours(state) else None

@@ -23,11 +23,12 @@ class CheckpointFolder:
         """Restore; see `TrainingState.open_folder` for what it raises.
 
         It lies in the rank's scratch folder, which its agent removes, so that it needs no name
-        that is free on every host.
+        that is free on every host. What lies beside `root` in its parent is removed with it.
         """
         self._saver = saver
         self._heartbeat = heartbeat
-        self.root = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=get_temp_dir()))
+        self.root = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=get_temp_dir()), "committed")
+        self.root.mkdir()
         restorer = state.open_folder(self.root)
         manifest = restorer.manifest
         self.committed = None if manifest is None else self.root / (manifest.folder or "")
@@ -58,4 +59,4 @@ class CheckpointFolder:
 
     def close(self) -> None:
         """Remove the local folder: what was committed is in the storage."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        shutil.rmtree(self.root.parent, ignore_errors=True)

@@ -25,6 +25,8 @@ LEFT = {
     *("epoch-ended-early", "ended-run", "ended-other"),
 }
 """What trainings on one rank and on six leave in a checkpoint of their output_dir."""
+BEST = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+"""The first evaluation counts as the best: the loss falls."""
 
 
 def _leave(folder: Path) -> None:
@@ -93,25 +95,45 @@ class Net(torch.nn.Module):
         return {"loss": self.layer((input_ids - labels / 2).float()).square().mean()}
 
 
-def _train_net(folder: Path, seed: int, on_save: Callable[[], None], **options: Any) -> str:
+def _train_net(
+    folder: Path,
+    seed: int,
+    on_save: Callable[[Path], object] = Path.iterdir,
+    *,
+    ends_at: int | None = None,
+    patience: int | None = None,
+    model_class: type[Net] = Net,
+    **options: Any,
+) -> str:
     """Train a net in this seed's run; call this between a save and its commit."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
     from prefect_torch_ddp.integrations.transformers import attach
 
     class Told(TrainerCallback):
+        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == ends_at
+
         def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
             assert Path(args.output_dir, f"checkpoint-{state.global_step}").is_dir()
-            on_save()
+            on_save(Path(args.output_dir))
 
+    callbacks: list[TrainerCallback] = [Told()]
+    if patience is not None:
+        callbacks.append(EarlyStoppingCallback(patience))
+        options |= BEST | {"restore_callback_states_from_checkpoint": True}
     policy = CheckpointParams(every_s=None, every_steps=2)
     run_id, storage = f"run-{seed}", folder / "storage"
     with RankContext.local(seed=seed, storage=storage, run_id=run_id, checkpoint=policy):
         usual = {"max_steps": 2, "save_strategy": "no", "use_cpu": True, "report_to": []}
         args = TrainingArguments(str(folder / "out"), **usual | options)
         texts = trainers.Texts()
-        trainer = Trainer(Net(), args, train_dataset=texts, eval_dataset=texts, callbacks=[Told()])
-        trainer.train(resume_from_checkpoint=attach(trainer))
+        data = {"train_dataset": texts, "eval_dataset": texts}
+        trainer = Trainer(model_class(), args, **data, callbacks=callbacks)
+        try:
+            trainer.train(resume_from_checkpoint=attach(trainer))
+        finally:
+            assert trainer._get_output_dir(None) == args.output_dir
         return trainers.digest_of(trainer.model)
 
 
@@ -120,9 +142,9 @@ def test_runs_with_one_output_dir_commit_their_own_weights(tmp_path: Path) -> No
     digests = {}
 
     def train_another() -> None:
-        digests[2] = _train_net(tmp_path, 2, lambda: None)
+        digests[2] = _train_net(tmp_path, 2)
 
-    digests[1] = _train_net(tmp_path, 1, train_another)
+    digests[1] = _train_net(tmp_path, 1, lambda _: train_another())
     for seed, digest in digests.items():
         with RankContext.local(storage=tmp_path / "storage", run_id=f"run-{seed}") as ctx:
             assert ctx.committed is not None
@@ -140,6 +162,50 @@ def test_a_save_that_is_due_removes_none_of_the_trainers_own(tmp_path: Path) -> 
 
     own = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "max_steps": 5}
     # The first of the evaluations, after steps 4 and 5, counts as the best.
-    best = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-    _train_net(tmp_path, 1, look, **own | best, eval_strategy="steps", eval_steps=4)
+    _train_net(tmp_path, 1, lambda _: look(), **own | BEST, eval_strategy="steps", eval_steps=4)
     assert kept == [[], ["checkpoint-3"], ["checkpoint-3"], ["checkpoint-5"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"max_steps": 5, "eval_strategy": "steps", "eval_steps": 4}, 5),
+        ({"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, "patience": 2}, 3),
+        ({"max_steps": 5, "ends_at": 4}, 4),
+    ],
+    ids=["evaluated at the end", "stopped early", "ended by a callback at a step that is due"],
+)
+def test_a_trainer_that_saves_each_epoch_has_its_last_checkpoint(
+    tmp_path: Path, options: dict[str, Any], last: int
+) -> None:
+    """It would save at the end of the epoch, when the step has its only save behind it."""
+    _train_net(tmp_path, 1, save_strategy="epoch", **options)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"checkpoint-{last}"]
+
+
+def test_a_save_that_is_due_is_removed_once_it_is_committed(tmp_path: Path) -> None:
+    """A disk holds one of them at a time, and none after the training."""
+    apart, saved = set(), []
+
+    def look(folder: Path) -> None:
+        apart.add(folder)
+        saved.append([path.name for path in folder.iterdir()])
+
+    _train_net(tmp_path, 1, look, max_steps=5)
+    assert saved == [["checkpoint-2"], ["checkpoint-4"], ["checkpoint-5"]]
+    assert not any(folder.parent.exists() for folder in apart)
+
+
+class Unsaved(Net):
+    """A line whose weights can't be saved."""
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        """Fail."""
+        msg = "No space left on device"
+        raise OSError(msg)
+
+
+def test_a_save_that_fails_leaves_the_trainer_its_output_dir(tmp_path: Path) -> None:
+    """Where code that catches the error may save."""
+    with pytest.raises(OSError, match="No space left"):
+        _train_net(tmp_path, 1, model_class=Unsaved)
