@@ -39,7 +39,7 @@ from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
-from prefect_torch_ddp.tasks.off_thread import refuse_dropped, submit_off_thread
+from prefect_torch_ddp.tasks.off_thread import open_client, refuse_dropped, submit_off_thread
 from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
@@ -77,7 +77,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
     share the storage.
     """
     runner, cluster = _runner(), params.cluster
-    already = _open_client()
+    already = open_client()
     if already is not None and cluster != ClusterParams():
         address = already.scheduler.address if already.scheduler else already.status
         do = "close it, or leave cluster empty, ClusterParams()"
@@ -111,7 +111,7 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     """
     cluster = params.cluster
     is_local = not of_runner(_runner()) and not (cluster.is_running or cluster.cluster_class)
-    is_ours = is_local and _open_client() is None
+    is_ours = is_local and open_client() is None
     nothing_said = cluster == ClusterParams() and params.min_world_size is None
     if (each := params.ranks_per_worker) is None:
         each = params.world_size if is_ours and nothing_said else 1
@@ -130,13 +130,6 @@ def _refuse_growth(params: TrainParams, room: int) -> None:
             "max_world_size out"
         )
         raise InvalidParamsError(msg)
-
-
-def _open_client() -> distributed.Client | None:
-    try:
-        return distributed.get_client()
-    except ValueError:
-        return None
 
 
 def all_workers_here(client: distributed.Client, storage: Storage) -> bool:
@@ -230,7 +223,7 @@ def result_of(future: PrefectFuture[R], params: TrainParams) -> R:
         follow(
             task,
             runner.client,
-            owns_workers=runner.address is None and _open_client() in (None, runner.client),
+            owns_workers=runner.address is None and open_client() in (None, runner.client),
             workers_timeout_s=_empty_limit_s(params),
         )
         return task.result()

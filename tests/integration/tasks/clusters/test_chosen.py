@@ -145,6 +145,46 @@ def test_a_cluster_object_that_prefect_drops_is_refused(tmp_path: Path) -> None:
                 run()
 
 
+class HandsOn(DaskTaskRunner):
+    """A task runner that hands its cluster to each flow run's."""
+
+    def duplicate(self) -> Any:
+        """Return one of the same cluster."""
+        return type(self)(cluster=self._cluster)
+
+
+def test_a_cluster_object_that_the_run_uses_trains_what_is_called(tmp_path: Path) -> None:
+    """Through an open client of it, or a runner that hands it on; what is submitted would pickle
+    it."""
+    given: dict[str, Any] = {"n_workers": 1, "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(**given) as cluster, LocalCluster(**given, processes=False) as another:
+
+        @ddp_task(world_size=1, storage=str(tmp_path))
+        def fit(ctx: RankContext) -> list[int]:
+            return [each.pid for each in psutil.Process().parents()]
+
+        def called() -> None:
+            assert cluster.workers[0].pid in fit()
+
+        def submitted() -> None:
+            fit.submit()
+
+        def refused(run: Any, says: str) -> None:
+            own: Any = DaskTaskRunner(cluster=cluster)
+            with pytest.raises(InvalidParamsError, match=says):
+                flow(task_runner=own)(run)()
+
+        for at in (cluster, cluster.scheduler_address):
+            with Client(at):
+                own: Any = DaskTaskRunner(cluster=cluster)
+                flow(task_runner=own)(called)()
+                refused(submitted, "most clusters can't be pickled: write DaskTaskRunner.address=")
+        hands_on: Any = HandsOn(cluster=cluster)
+        flow(task_runner=hands_on)(called)()
+        with Client(another):
+            refused(called, f"never hands .* would use {another.scheduler_address}")
+
+
 def test_the_workers_of_an_open_client_are_not_the_runs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
