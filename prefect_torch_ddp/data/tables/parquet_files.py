@@ -65,7 +65,8 @@ def find_files(
 
 
 def _find(where: Location, storage: Readable | None, ways: Mapping[str, Any]) -> list[Found]:
-    where = local_path(where) if isinstance(where, str) else where
+    if isinstance(where, str) and (storage is None or not where.startswith(storage.uri)):
+        where = local_path(where)
     name = str(where) if isinstance(where, str | Path) else ""
     if storage is None and name.lower().endswith(PARQUET_SUFFIXES):  # a file, or a folder named so
         if is_path(name):

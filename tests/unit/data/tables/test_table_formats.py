@@ -105,6 +105,26 @@ def test_files_may_be_uris_as_the_tables_give_them(tmp_path: Path) -> None:
     assert len(table(where.as_uri())) == len(table(f"file://{where}")) == 24
 
 
+@dataclass(frozen=True)
+class AtUri(Listings):
+    """A folder whose URI begins with file://, as a storage of another package may have it."""
+
+    @property
+    def uri(self) -> str:
+        return f"file://{self.folder.uri}"
+
+
+def test_a_uri_below_the_storages_own_is_a_path_in_it(tmp_path: Path) -> None:
+    """Also if that begins with file://; a path beside it is another place."""
+    where = numbered(tmp_path / "lake/a", [8], 8)
+    storage = AtUri(DirectoryStorage(tmp_path / "lake"), [])
+    for given in (f"file://{where}", f"file://{where}/000.parquet", "a", f"file://{tmp_path}/lake"):
+        assert len(table(given, storage=storage)) == 8
+    assert len(table([f"file://{where}/000.parquet"], storage=storage)) == 8
+    with pytest.raises(InvalidParamsError, match=f"^file://{where}2 isn't in the storage"):
+        table(f"file://{where}2", storage=AtUri(DirectoryStorage(where), []))
+
+
 def test_a_file_on_another_host_is_refused(tmp_path: Path) -> None:
     """Without its name, which may have a password."""
     said = "a file:// URI of another host, with the path /lake/a.parquet"
