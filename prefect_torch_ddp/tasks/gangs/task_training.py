@@ -6,6 +6,7 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 import hashlib
 import inspect
 import re
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,7 +17,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
-from pydantic import model_validator
+from pydantic import BaseModel, model_validator
 from pydantic_core import to_jsonable_python
 
 from prefect_torch_ddp.blocks import resolve_storage
@@ -234,13 +235,32 @@ def _own(fn: Any) -> tuple[object, ...]:
 def _content(value: Any) -> tuple[object, ...]:
     """Return a value's class, and its content as JSON has it, the same in every process.
 
-    Of what contains itself only the class.
+    Of what contains itself, or is nested too deeply, only the class.
     """
+    with suppress(RecursionError):
+        return _class_and_content(value)
+    return (type(value).__qualname__,)
+
+
+def _class_and_content(value: Any) -> tuple[object, ...]:
     kind = type(value).__qualname__
     for bytes_mode in get_args(_BytesMode):
-        with suppress(TypeError, ValueError, RecursionError):
+        try:
             return kind, _as_json(value, bytes_mode)
-    return (kind,)
+        except (TypeError, ValueError) as error:
+            if re.search("Circular reference|serialization depth", str(error)):  # pydantic's
+                raise RecursionError from error
+    # JSON has no form of it, such as of a dict with a set in a key: part by part.
+    if is_dataclass(value):
+        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
+    if isinstance(value, BaseModel):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        items = ((_class_and_content(key), _class_and_content(value[key])) for key in value)
+        return kind, sorted(items, key=repr)
+    if isinstance(value, set | frozenset):
+        return kind, sorted(map(_class_and_content, value), key=repr)
+    return kind, *map(_class_and_content, value if isinstance(value, list | tuple | deque) else ())
 
 
 def _as_json(value: Any, bytes_mode: _BytesMode) -> Any:

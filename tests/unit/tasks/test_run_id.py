@@ -1,6 +1,7 @@
 """Which training a task run or a flow run is."""
 
 import pickle
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from prefect.cache_policies import INPUTS, TASK_SOURCE
+from pydantic import BaseModel
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, ddp_script
@@ -29,11 +31,17 @@ TASK_RUN = UUID("01989fd2-7b1e-7c3a-9f00-a1a2a3a4a5a6")
 KEYED = TaskParams(run_key="night")
 
 
-@dataclass
+@dataclass(slots=True)
 class Shape:
     """A dataclass."""
 
     size: int
+
+
+class Model(BaseModel):
+    """A model of pydantic's."""
+
+    of: Any
 
 
 @dataclass
@@ -200,8 +208,19 @@ def made_with(loss: Any) -> Callable[..., None]:
         ({"mean": [b"\xff"]}, {"mean": [b"\xfe"]}),
         ({frozenset("ab"): 1}, {frozenset("ab"): 2}),
         (Shape(b"\xff"), Shape(b"\xfe")),  # type: ignore[arg-type]
+        ({("a", frozenset("b")): 1}, {("a", frozenset("b")): 2}),
+        ({("a", frozenset("bc")): 1}, {("a", frozenset("bd")): 1}),
+        ({(b"\xff", (1, frozenset("b"))): 1}, {(b"\xfe", (1, frozenset("b"))): 1}),
+        ([{("a", frozenset("b")): 1}, 1.5], [{("a", frozenset("b")): 1}, 2.5]),
+        (Shape({("a", frozenset("b")): 1}), Shape({("a", frozenset("b")): 2})),  # type: ignore[arg-type]
+        (Model(of={("a", frozenset("b")): 1}), Model(of={("a", frozenset("b")): 2})),
+        ({"\ud800": 1}, {"\ud800": 2}),
     ],
-    ids=["bytes", "nested bytes", "sets as keys", "an object with bytes"],
+    ids=[
+        *("bytes", "nested bytes", "sets as keys", "an object with bytes", "a tuple as a key"),
+        *("sets in a key", "bytes in a key", "beside such a key", "such a key in an object"),
+        *("such a key in a model", "half a character"),
+    ],
 )
 def test_functions_are_told_apart_by_values_that_json_has_no_form_of(one: Any, other: Any) -> None:
     """Never does the task that has one resume the checkpoints of the one that has the other."""
@@ -229,6 +248,7 @@ LOSSES = {
     "sets as keys": {frozenset({Mean, int}): {Mean}, frozenset({Mean(1), "a"}): 2},
     "what contains itself": values,
     "classes in a set": {"of": {Mean, int, made_with}},
+    "sets in keys": {("a", frozenset({Mean, int})): 1, (Mean(1), frozenset("a")): 2},
 }
 """
 
@@ -238,6 +258,7 @@ LOSSES = {
     [
         *("bytes and a class", "bytes and an object", "bytes and a function"),
         *("sets as keys", "what contains itself", "classes in a set"),
+        "sets in keys",
     ],
 )
 def test_a_file_under_another_name_makes_the_same_function(tmp_path: Path, kind: str) -> None:
@@ -261,8 +282,9 @@ def test_a_file_under_another_name_makes_the_same_function(tmp_path: Path, kind:
         lambda values: ({"x": (values,)},),
         Shape,
         lambda values: {frozenset(values): 1},
+        lambda values: {("a", frozenset(values)): 1},
     ],
-    ids=["in a dict", "beside bytes", "deeper", "in an object", "as a key"],
+    ids=["in a dict", "beside bytes", "deeper", "in an object", "as a key", "in a key"],
 )
 def test_the_order_of_enclosed_sets_does_not_count(enclose: Callable[[Any], Any]) -> None:
     """It is another one in each process."""
@@ -277,7 +299,12 @@ def test_a_function_may_enclose_what_is_not_assigned_or_contains_itself() -> Non
     """Neither keeps a task from having a name."""
     values: list[Any] = [1]
     values.append(values)
-    assert name_of(KEYED, 1, fn=made_with(values)) == name_of(KEYED, 1, fn=made_with(values))
+    for each in (
+        values,
+        [{("a", frozenset("b")): values}],
+        deque([{(frozenset("b"),): 1}, values]),
+    ):
+        assert name_of(KEYED, 1, fn=made_with(each)) == name_of(KEYED, 1, fn=made_with(each))
 
     def fit(_ctx: object) -> Any:
         return later
