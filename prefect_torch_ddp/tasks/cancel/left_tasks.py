@@ -26,6 +26,18 @@ from prefect_torch_ddp.tasks.cancel.api import (
 
 SIGNALS = (KeyboardInterrupt, TerminationSignal)
 """What Ctrl-C, SIGTERM and Prefect's cancel are in a flow's thread."""
+THEIRS = "dask_jobqueue.runner"
+"""The module whose handler of Ctrl-C isn't Python's."""
+
+
+def obey_ctrl_c() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt, as long as dask-jobqueue has it raise SystemExit.
+
+    It does so as it is imported. The flow would end as one that crashed, its ranks cut short.
+    """
+    is_theirs = getattr(signal.getsignal(signal.SIGINT), "__module__", "") == THEIRS
+    if is_theirs and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Limits(NamedTuple):

@@ -30,7 +30,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.tasks.cancel.api import set_state_if_known
-from prefect_torch_ddp.tasks.cancel.left_tasks import stop_tasks
+from prefect_torch_ddp.tasks.cancel.left_tasks import obey_ctrl_c, stop_tasks
 from prefect_torch_ddp.tasks.cancel.request import (
     cancel_request,
     close_cancelled,
@@ -68,6 +68,7 @@ def follow(
         Pause: the flow run was suspended.
         CancelledRun: the flow run was cancelled in Prefect, and has no runner that would stop it.
     """
+    obey_ctrl_c()
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(
         client, future, owns_workers=owns_workers, workers_timeout_s=workers_timeout_s

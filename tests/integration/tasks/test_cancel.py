@@ -263,6 +263,26 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: Clus
 
 @pytest.mark.extended
 @pytest.mark.parametrize("whose", ["train_flow", "a user"])
+def test_ctrl_c_of_a_flow_that_imports_dask_jobqueue(
+    tmp_path: Path, shared: ClusterParams, whose: str
+) -> None:
+    """It has Ctrl-C raise SystemExit: the flow crashed, and its ranks were killed unsaved."""
+    if whose == "train_flow":
+        given, text = [params_of(tmp_path, cluster=shared).model_dump_json()], FLOW
+    else:
+        given, text = [str(tmp_path / "pids"), str(tmp_path / "store"), "ctrl-c"], USER_FLOW
+        (tmp_path / "pids").mkdir()
+    with flow_process(tmp_path, *given, text=f"import dask_jobqueue{text}") as process:
+        ranks = ranks_of(tmp_path)
+        wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+    wait_until_gone(ranks)
+    assert "all ranks stopped after step" in check_task_cancelled(newest_run()[0])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("whose", ["train_flow", "a user"])
 def test_a_cancel_in_prefect_of_a_run_without_a_deployment(
     tmp_path: Path, shared: ClusterParams, whose: str
 ) -> None:
@@ -647,7 +667,8 @@ def test_ctrl_c_again_at_any_point_closes_the_task_run(
 
     caplog.set_level(logging.WARNING)
     impatient, log = Impatient(), logging.getLogger("prefect_torch_ddp")
-    before = signal.getsignal(signal.SIGINT)
+    # Another test of this process may have imported dask_jobqueue, which has one of its own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with get_client(sync_client=True) as api, Client(dask_cluster) as client:
         flow_run = api.create_flow_run(flow(lost.fn, name="left"))
         task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=Running())
@@ -658,10 +679,11 @@ def test_ctrl_c_again_at_any_point_closes_the_task_run(
                 stop_task(future, 20.0, "cancelled", KeyboardInterrupt())
         finally:
             log.removeHandler(impatient)
+            was = signal.signal(signal.SIGINT, before)
         state = api.read_task_run(task_run.id).state
     assert state is not None
     assert (state.name, state.message) == ("Cancelled", "its flow was cancelled")
-    assert signal.getsignal(signal.SIGINT) is before
+    assert was is signal.default_int_handler
 
 
 class BusyApi(Wire):
