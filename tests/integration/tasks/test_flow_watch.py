@@ -200,6 +200,8 @@ def first_step(folder: Path, name: str, reference: str = "latest") -> int:
 
 def is_watch(process: psutil.Process) -> bool:
     """Tell the process that watches a flow."""
+    # Popen returns a moment before the kernel has the new program's arguments to show.
+    wait_until(process.cmdline)
     return "prefect_torch_ddp.tasks.watch.flow_watch" in process.cmdline()
 
 
