@@ -1,5 +1,6 @@
 """Programs of others in a flow, and where they are struck; drawn from a seed."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
 
+import psutil
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 
@@ -67,14 +69,14 @@ def nightly(address: str, program: str, folder: Path, strike: Strike | None) -> 
         value: str = train.submit(program, str(folder), strike).result()
         return value
 
-    (folder / FLOW_PID).write_text(str(os.getpid()))
+    (folder / FLOW_PID).write_text(str(os.getpid()), encoding="utf-8")
     return programs()
 
 
 def call(address: str, program: str, folder: str, strike: str) -> None:
     """Run it so, in a process that may be killed; leave its value in a file."""
     value = nightly(address, program, Path(folder), Strike(**json.loads(strike)))
-    (Path(folder) / "value").write_text(value)
+    (Path(folder) / "value").write_text(value, encoding="utf-8")
 
 
 def run(address: str, point: Point, folder: Path) -> str:
@@ -84,7 +86,19 @@ def run(address: str, point: Point, folder: Path) -> str:
         return nightly(address, point.program, folder, strike)
     arguments = [address, point.program, str(folder), json.dumps(asdict(strike))]
     command = [sys.executable, "-c", CALL, *arguments]
-    killed = subprocess.run(command, check=False, timeout=COMMAND_S)
-    assert killed.returncode == -9, "the flow wasn't killed"
+    killed = subprocess.Popen(command)
+    assert killed.wait(COMMAND_S) == -9, "the flow wasn't killed"
+    watch = watch_of(killed.pid)
     subprocess.run(command, check=True, timeout=COMMAND_S)
-    return (folder / "value").read_text()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        watch.kill()  # it waits for 45 s whether others close the run, which is no matter here
+        watch.wait()
+    return (folder / "value").read_text(encoding="utf-8")
+
+
+def watch_of(flow_pid: int) -> psutil.Process:
+    """Find the process that watches the flow of another one, also when that has died."""
+    module, pid = "prefect_torch_ddp.tasks.watch.flow_watch", str(flow_pid)
+    commands = ((each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
+    (found,) = (each for each, words in commands if module in words and pid in words)
+    return found
