@@ -119,13 +119,13 @@ class GriddedData(Params):
     """Time steps of the field, one every 6 hours."""
     data_seed: int = Field(default=0, ge=0)
     """Seeds the field."""
-    held_out: float = Field(default=0.2, ge=0.1, le=0.5)
-    """Share of the time, at its end, that training never sees."""
 
 
 class GriddedTraining(Params):
     """How the next time step is learnt and scored."""
 
+    held_out: float = Field(default=0.2, ge=0.1, le=0.5)
+    """Share of the time, at its end, that training never sees."""
     patch: int = Field(default=16, ge=8, le=32, multiple_of=4)
     """Grid points of a patch's side."""
     stride: int = Field(default=8, ge=1, le=32)

@@ -229,7 +229,7 @@ def _check_workload(params: "TrainParams") -> None:
     from prefect_torch_ddp.tasks.workload import check_options, read_workload
 
     workload = read_workload(params.workload, has_source=params.source is not None)
-    check_options(workload, [*params.options, *params.data_options])
+    check_options(workload, params.options, params.data_options)
 
 
 def _trained(params: "TrainParams") -> "TrainReport":

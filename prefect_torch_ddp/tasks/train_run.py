@@ -58,7 +58,7 @@ class Run:
         """
         params = with_ranks_placed(params)
         workload = read_workload(params.workload, has_source=params.source is not None)
-        check_options(workload, [*params.options, *params.data_options])
+        check_options(workload, params.options, params.data_options)
         storage = resolve_storage(params.storage)
         check_trackers(params.trackers, storage)
         storage.check_writable()

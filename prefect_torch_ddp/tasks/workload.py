@@ -89,18 +89,24 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
 
 def _check_arguments(workload: WorkloadSource) -> None:
     """Refuse plain functions that can't be called with a RankContext and nothing else."""
-    body = workload.tree.body
-    if workload.object_name is not None:
-        found = [node for node in body if _is_plain_class(node, workload.object_name)]
-        body = [part for node in found[-1:] if isinstance(node, ast.ClassDef) for part in node.body]
-    plain = {node.name: node for node in body if isinstance(node, Functions)}  # the last one counts
     for name in FUNCTIONS:
-        function = plain.get(name)
+        function = _plain_functions(workload).get(name)
         if function is None or function.decorator_list:
             continue
         if what := _misfit_of(function.args):
             msg = f"{name} of workload {workload.name!r} {what}: write `def {name}(ctx):`"
             raise InvalidParamsError(msg)
+
+
+def _plain_functions(
+    workload: WorkloadSource,
+) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return what the module defines, or the plain class that is the workload, by name."""
+    body = workload.tree.body
+    if workload.object_name is not None:
+        found = [node for node in body if _is_plain_class(node, workload.object_name)]
+        body = [part for node in found[-1:] if isinstance(node, ast.ClassDef) for part in node.body]
+    return {node.name: node for node in body if isinstance(node, Functions)}  # the last one counts
 
 
 def _misfit_of(takes: ast.arguments) -> str:
@@ -159,14 +165,33 @@ def dataset_id(
         raise InvalidParamsError(msg) from error
 
 
-def check_options(workload: WorkloadSource, names: Iterable[str]) -> None:
-    """Refuse options that the workload never reads, if its source shows all reads.
+def check_options(
+    workload: WorkloadSource, options: Iterable[str], data_options: Iterable[str]
+) -> None:
+    """Refuse options that would have no effect, as far as the workload's source shows it.
+
+    Args:
+        workload: what reads them.
+        options: names, of what `train` and `evaluate` get.
+        data_options: names, of what all three get.
 
     Raises:
-        InvalidParamsError: names each, the likely intended one, and all known ones.
+        InvalidParamsError: names each option that is never read, the likely intended one, and all
+            known ones; or each that `prepare` reads, which doesn't get it.
     """
+    options, data_options = list(options), list(data_options)
+    of_prepare = options_of_prepare(workload)
+    if missed := [name for name in options if name in of_prepare and name not in data_options]:
+        them = "it" if len(missed) == 1 else "them"
+        msg = (
+            f"prepare of workload {workload.name!r} reads {', '.join(missed)}, but gets only "
+            f"data_options: give {them} there (-d {missed[0]}=...) instead of in options"
+        )
+        raise InvalidParamsError(msg)
     known = known_options(workload)
-    if known is None or not (strangers := [name for name in names if name not in known]):
+    if known is None:
+        return
+    if not (strangers := [name for name in (*options, *data_options) if name not in known]):
         return
     faults = "; ".join(unknown(name, known) for name in strangers)
     there = f"there are {', '.join(sorted(known))}" if known else "it reads none"
@@ -208,6 +233,29 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
         found |= fields
     refuses_others = models and workload.object_name is None
     return frozenset(found) if is_plain or refuses_others else None
+
+
+def options_of_prepare(workload: WorkloadSource) -> frozenset[str]:
+    """Return the names of the options that the lines of `prepare` read.
+
+    These are `ctx.options["name"]`, `ctx.options.get("name")`, and `options.name` after `options =
+    read_options(Model, ctx.options)`. What it hands to other functions isn't followed.
+    """
+    prepare = _plain_functions(workload).get("prepare")
+    if prepare is None:
+        return frozenset()
+    nodes = list(ast.walk(prepare))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    found, models = set[str](), set[str]()
+    for node in attributes:
+        match node.attr == "options" and _read_by(node, parents), parents[parents[node]]:
+            case ("name", name), _:
+                found.add(name)
+            case ("model", _), ast.Assign(targets=[ast.Name(id=variable)]):
+                models.add(variable)
+    of_models = [node for node in attributes if getattr(node.value, "id", None) in models]
+    return frozenset(found | {node.attr for node in of_models})
 
 
 def _context_of(node: ast.AST) -> ast.arg | None:

@@ -9,11 +9,14 @@ from types import ModuleType
 
 import pytest
 
-from prefect_torch_ddp import InvalidParamsError
+from flows import options
+from prefect_torch_ddp import InvalidParamsError, Params
+from prefect_torch_ddp.examples.digits_options import DigitsData
 from prefect_torch_ddp.tasks.workload import (
     check_options,
     dataset_id,
     known_options,
+    options_of_prepare,
     read_workload,
 )
 
@@ -318,8 +321,66 @@ def test_a_wrong_option_is_named_with_the_near_one(write: Write) -> None:
     name = write(OTHERS + MODEL + READ)
     says = "there is no option siz; did you mean size\\?; there are lr, size"
     with pytest.raises(InvalidParamsError, match=says):
-        check_options(read_workload(name), ["lr", "siz"])
-    check_options(read_workload(name), ["lr", "size"])
+        check_options(read_workload(name), ["lr"], ["siz"])
+    check_options(read_workload(name), ["lr"], ["size"])
+
+
+AS_MODEL = "def prepare(ctx):\n    o = read_options(Options, ctx.options)\n    return o.size\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        (OTHERS + PLAIN, {"a", "b"}),
+        (OTHERS + MODEL + AS_MODEL, {"size"}),
+        (OTHERS + "def prepare(ctx): return 'a' in ctx.options\n", {"a"}),
+        (OTHERS + MODEL + READ, set()),
+        (
+            PLAIN.replace("prepare", "train") + "def prepare(ctx): ...\ndef evaluate(ctx): ...\n",
+            set(),
+        ),
+    ],
+    ids=["by key", "by a model's field", "asked for", "a model handed on", "by train"],
+)
+def test_an_option_of_prepare_is_refused_among_those_that_it_does_not_get(
+    write: Write, source: str, read: set[str]
+) -> None:
+    """It would be on record, and the dataset would be made without it."""
+    workload = read_workload(write(source))
+    assert options_of_prepare(workload) == read
+    for name in read:
+        says = f"prepare of .* reads {name}, but gets only data_options: give it there .-d {name}="
+        with pytest.raises(InvalidParamsError, match=says):
+            check_options(workload, [name], [])
+        check_options(workload, [], [name])
+        check_options(workload, [name], [name])  # train may have another value, if it says both
+
+
+def test_an_option_that_a_method_prepares_with(write: Write) -> None:
+    """Of a class that is a workload."""
+    source = """
+class Mine:
+    def prepare(ctx): return ctx.options["size"]
+    def train(ctx): return ctx.options["epochs"]
+    def evaluate(ctx): ...
+"""
+    assert options_of_prepare(read_workload(f"{write(source)}:Mine")) == {"size"}
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("prefect_torch_ddp.examples.digits", DigitsData),
+        ("flows.cifar10", options.Cifar10Data),
+        ("flows.gridded", options.GriddedData),
+        ("flows.land_use", options.LandUseData),
+        ("flows.pet_names", options.PetNamesData),
+        ("flows.tabular", options.TabularData),
+    ],
+)
+def test_the_examples_data_options_are_what_prepare_reads(name: str, read: type[Params]) -> None:
+    """No more, which would make the dataset anew, and no less."""
+    assert options_of_prepare(read_workload(name)) == set(read.model_fields)
 
 
 @pytest.mark.parametrize(
