@@ -27,12 +27,12 @@ def runs(
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many runs to list.")] = 20,
 ) -> None:
     """List runs, the newest first."""
-    from prefect_torch_ddp.records.run_record import list_records
+    from prefect_torch_ddp.records.run_record import list_run_records
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
-    records = list_records(opened, experiment)
-    if not records and experiment is not None and (others := list_records(opened)):
+    records = list_run_records(opened, experiment)
+    if not records and experiment is not None and (others := list_run_records(opened)):
         raise InvalidParamsError(no_runs_of(experiment, {each.experiment for each in others}))
     if not records:
         print(f"there is no run in {opened.uri}; choose another storage with --storage")
@@ -45,12 +45,12 @@ def runs(
 
 def show(run: RunArgument, storage: StorageOption = STORAGE) -> None:
     """Show a run in ten lines, and where its report is."""
-    from prefect_torch_ddp.records.run_record import read_record
+    from prefect_torch_ddp.records.run_record import read_run_record
     from prefect_torch_ddp.results import in_lines
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
-    record = read_record(opened, find_run(opened, run)).found_in(opened)
+    record = read_run_record(opened, find_run(opened, run)).found_in(opened)
     key = f"runs/{record.run_id}/report.html"
     is_there = any(each.key == key for each in opened.list(key))
     print(in_lines(facts(record, f"{opened.uri.rstrip('/')}/{key}" if is_there else "", storage)))

@@ -113,14 +113,14 @@ def resume(
     This starts a new run with the same parameters, except for those given here. With another
     cluster.cluster_class, the recorded cluster_kwargs are left out.
     """
-    from prefect_torch_ddp.records.run_record import read_record, recorded_dataset
+    from prefect_torch_ddp.records.run_record import read_run_record, recorded_dataset
     from prefect_torch_ddp.server import use_server
     from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
     run_id = find_run(opened, run)
-    record = read_record(opened, run_id)
+    record = read_run_record(opened, run_id)
     recorded_dataset(record)  # this and what follows is refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
     if record.is_finished and not options and not changes:

@@ -202,12 +202,12 @@ class RunRecord(Result):
         return self.model_copy(update={"model_uris": uris})
 
 
-def write_record(storage: Storage, record: RunRecord) -> None:
+def write_run_record(storage: Storage, record: RunRecord) -> None:
     """Write a record, in the place of the one of the same run; raises StorageError."""
     storage.write(record.key, record.to_bytes())
 
 
-def read_record(storage: Storage, run_id: str, experiment: str | None = None) -> RunRecord:
+def read_run_record(storage: Storage, run_id: str, experiment: str | None = None) -> RunRecord:
     """Return a run's record.
 
     Args:
@@ -222,7 +222,7 @@ def read_record(storage: Storage, run_id: str, experiment: str | None = None) ->
     """
     found = _stored(storage, experiment)
     if mine := [each for each in found if _run_id_of(each.key) == run_id]:
-        for record in read_records(storage, mine):
+        for record in read_run_records(storage, mine):
             return record
         msg = f"the record of run {run_id} is damaged: {mine[0].key} in {storage.uri}"
     else:
@@ -247,15 +247,15 @@ def recorded_dataset(record: RunRecord) -> DatasetReport:
     raise InvalidParamsError(msg)
 
 
-def find_record(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
+def find_run_record(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
     """Return a run's record; None if there is none that can be read."""
     try:
-        return read_record(storage, run_id, experiment)
+        return read_run_record(storage, run_id, experiment)
     except InvalidParamsError:
         return None
 
 
-def list_records(storage: Storage, experiment: str | None = None) -> list[RunRecord]:
+def list_run_records(storage: Storage, experiment: str | None = None) -> list[RunRecord]:
     """Return the records of all runs, of one experiment if it is given, newest first.
 
     Damaged ones are left out, with a warning.
@@ -264,7 +264,7 @@ def list_records(storage: Storage, experiment: str | None = None) -> list[RunRec
         NewerFormatError: one is of a newer format.
         StorageError: the storage can't be read.
     """
-    records = read_records(storage, _stored(storage, experiment))
+    records = read_run_records(storage, _stored(storage, experiment))
     kept = [each for each in records if experiment in (None, each.experiment)]
     return sorted(kept, key=lambda record: record.began, reverse=True)
 
@@ -277,11 +277,11 @@ def newest_runs(storage: Storage, experiment: str, most: int) -> list[RunRecord]
         StorageError: the storage can't be read.
     """
     stored = sorted(_stored(storage, experiment), key=lambda each: each.key, reverse=True)
-    found = read_records(storage, stored[:most])
+    found = read_run_records(storage, stored[:most])
     return [each for each in found if each.experiment == experiment]
 
 
-def records_since(
+def run_records_since(
     storage: Storage, experiment: str, moment: datetime, known: Container[str]
 ) -> Iterator[RunRecord]:
     """Yield the records of an experiment's runs that began at a moment or later.
@@ -298,11 +298,11 @@ def records_since(
     """
     first = f"{_folder(experiment)}{_text_of(moment)}"
     stored = [each for each in _stored(storage, experiment) if each.key >= first]
-    found = read_records(storage, [each for each in stored if each.key not in known])
+    found = read_run_records(storage, [each for each in stored if each.key not in known])
     yield from (each for each in found if each.experiment == experiment)
 
 
-def records_below(storage: Storage, name: str, moment: datetime) -> Iterator[RunRecord]:
+def run_records_below(storage: Storage, name: str, moment: datetime) -> Iterator[RunRecord]:
     """Yield the records of runs since a moment, of experiments whose names begin with a name.
 
     Records of experiments with similar names may be among them.
@@ -313,7 +313,7 @@ def records_below(storage: Storage, name: str, moment: datetime) -> Iterator[Run
     """
     first = _text_of(moment)
     found = [each for each in storage.list(_folder(name).removesuffix("/")) if _is_json(each)]
-    yield from read_records(storage, [e for e in found if e.key.rpartition("/")[2] >= first])
+    yield from read_run_records(storage, [e for e in found if e.key.rpartition("/")[2] >= first])
 
 
 def run_ids(storage: Storage) -> list[str]:
@@ -333,17 +333,17 @@ def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
     of_all = _stored(storage, record.experiment)
     stored = [each for each in of_all if _run_id_of(each.key) != record.run_id]
     origin = [each for each in stored if _run_id_of(each.key) == record.weights_from]
-    if (found := next(read_records(storage, origin), None)) is not None:
+    if (found := next(read_run_records(storage, origin), None)) is not None:
         return found
     for each in sorted(stored, key=lambda each: each.key, reverse=True):
-        for old in read_records(storage, [each]):
+        for old in read_run_records(storage, [each]):
             is_of_it = (old.experiment, old.state) == (record.experiment, "completed")
             if is_of_it and old.began < record.began:
                 return old
     return None
 
 
-def read_records(storage: Storage, stored: Sequence[StoredObject]) -> Iterator[RunRecord]:
+def read_run_records(storage: Storage, stored: Sequence[StoredObject]) -> Iterator[RunRecord]:
     """Yield what can be read of some records, in their order, and warn of what can't.
 
     Raises:

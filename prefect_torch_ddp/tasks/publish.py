@@ -17,7 +17,7 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.errors import is_superseded
-from prefect_torch_ddp.records.run_record import RunRecord, find_record
+from prefect_torch_ddp.records.run_record import RunRecord, find_run_record
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
@@ -100,13 +100,13 @@ def failure_published(run: Run, *, by_task: bool = False) -> Iterator[None]:
     """
     began = datetime.now(UTC)
     # An earlier task run, or an earlier try of the flow, may have ended it before.
-    before = find_record(run.storage, run.run_id, run.experiment) if by_task else None
+    before = find_run_record(run.storage, run.run_id, run.experiment) if by_task else None
     try:
         yield
     except (Exception, *CANCELS) as error:
         if not is_superseded(error):
             try:
-                record = find_record(run.storage, run.run_id, run.experiment)
+                record = find_run_record(run.storage, run.run_id, run.experiment)
                 if not (by_task and record and _is_ended_by_task(record, before)):
                     _publish_failure(run, record, error, began)
             except Exception as trouble:  # noqa: BLE001 - the run fails by its own error

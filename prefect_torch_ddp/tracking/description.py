@@ -27,11 +27,11 @@ from prefect_torch_ddp.records.run_record import (
     UNUSABLE,
     RunRecord,
     RunState,
-    find_record,
+    find_run_record,
     flat,
-    read_record,
+    read_run_record,
     recorded_dataset,
-    write_record,
+    write_run_record,
 )
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.formats import build_model
@@ -100,7 +100,7 @@ def complete_record(
     """Put on record what was evaluated; None if there is no record, or the storage fails."""
     logger = get_run_logger()
     try:
-        record = find_record(storage, run_id, experiment)
+        record = find_run_record(storage, run_id, experiment)
         if record is not None:
             large: dict[str, Any] = {"confusion_matrix": (), "worst_samples": (), "texts": {}}
             found = evaluation.model_copy(update=large)
@@ -108,7 +108,7 @@ def complete_record(
             # It may have failed before, and was tried again.
             changes |= {"state": "completed", "cause": "", "is_tried_again": False}
             record = record.model_copy(update=changes)
-            write_record(storage, record)
+            write_run_record(storage, record)
     except StorageError as error:
         logger.warning("the evaluation could not be recorded: %s", error)
         return None
@@ -128,7 +128,7 @@ def end_record(
     # If the task that trained was killed, the record lacks the newest ones.
     changes["checkpoint"], changes["best_value"] = stored_checkpoints(storage, record)
     record = record.model_copy(update=changes)
-    write_record(storage, record)
+    write_run_record(storage, record)
     return record
 
 
@@ -192,7 +192,7 @@ def recorded_params(
     Raises:
         InvalidParamsError: it has no record, or an option was hidden; or as `recorded_dataset`.
     """
-    record = read_record(storage, run_id)
+    record = read_run_record(storage, run_id)
     dataset = recorded_dataset(record)
     known = {"options": record.options, "data_options": record.data_options, **record.parameters}
     values = ((name, str(value)) for name, value in flat(known))

@@ -24,7 +24,7 @@ from prefect_torch_ddp.records.metrics import (
     import_pandas,
     surviving_records,
 )
-from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.records.run_record import read_run_record
 from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.runs import storage_of
@@ -94,7 +94,7 @@ def export_records(  # noqa: PLR0913 - all but where to have defaults
     records, num_written, news_s = GrowingRecords(where, run_id), -1, time.monotonic()
     while True:
         # First: what is reported before this state is read below.
-        is_over = read_record(where, run_id).is_over or not follow
+        is_over = read_run_record(where, run_id).is_over or not follow
         began_s = time.monotonic()
         found = records.read()
         if len(found) != num_written:

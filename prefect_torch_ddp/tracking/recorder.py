@@ -23,8 +23,8 @@ from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import (
     AttemptRecord,
     RunRecord,
-    find_record,
-    write_record,
+    find_run_record,
+    write_run_record,
 )
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, Goodput, TrainingSummary
@@ -154,7 +154,7 @@ class RunRecorder:
         if not self.is_superseded:
             self._has_news = False
             try:
-                write_record(self._storage, self.record)
+                write_run_record(self._storage, self.record)
             except Exception:
                 self._has_news = True
                 raise
@@ -277,7 +277,7 @@ class RunRecorder:
 
     def _take_up_earlier(self) -> None:
         """Continue the record of an earlier task run of the training, if there is one."""
-        earlier = find_record(self._storage, self.record.run_id, self.record.experiment)
+        earlier = find_run_record(self._storage, self.record.run_id, self.record.experiment)
         if earlier is None:
             return
         self._earlier = tuple(
@@ -302,7 +302,7 @@ class RunRecorder:
     def _has_newer_attempt(self) -> bool:
         """Look for an attempt on record that is newer than all of this task run."""
         known = [each.attempt for each in (*self._earlier, *self._own)]
-        stored = find_record(self._storage, self.record.run_id, self.record.experiment)
+        stored = find_run_record(self._storage, self.record.run_id, self.record.experiment)
         return stored is not None and any(
             each.attempt > max(known, default=0) for each in stored.attempts
         )

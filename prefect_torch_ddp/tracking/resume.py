@@ -19,7 +19,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests, ranked
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.server import LOCAL_API
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -47,7 +47,7 @@ def resume_point(
     if reference is None:
         return None
     if reference in {"latest", "best"} or reference.startswith(FLOW_RUN):
-        earlier = [each for each in list_records(own, experiment) if each.run_id != run_id]
+        earlier = [each for each in list_run_records(own, experiment) if each.run_id != run_id]
         found = _chosen(reference, own, earlier, params)
         words = "resume_from=%r: %s"
         none = (

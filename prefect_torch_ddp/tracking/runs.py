@@ -11,7 +11,13 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records import ledger, saved_files, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
-from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record, run_ids
+from prefect_torch_ddp.records.run_record import (
+    RunRecord,
+    flat,
+    list_run_records,
+    read_run_record,
+    run_ids,
+)
 from prefect_torch_ddp.results import Goodput, LedgerReport
 from prefect_torch_ddp.storage.locate import storage_at
 from prefect_torch_ddp.storage.protocol import Storage
@@ -175,7 +181,7 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     """
     pd = import_pandas("list_runs")
     opened = storage_of(storage)
-    rows = [_row(record.found_in(opened)) for record in list_records(opened, experiment)]
+    rows = [_row(record.found_in(opened)) for record in list_run_records(opened, experiment)]
     # What every run has is there, also where there is none.
     now = datetime.now(UTC)
     blank = RunRecord(run_id="", experiment="", workload="", began=now, storage="")
@@ -212,7 +218,7 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
     if a == b:
         msg = f"compare_runs was given {a!r} twice; give two runs"
         raise InvalidParamsError(msg)
-    first, second = (dict(_facts(read_record(where, run))) for run in (a, b))
+    first, second = (dict(_facts(read_run_record(where, run))) for run in (a, b))
     names = dict.fromkeys([*first, *second])
     rows = {
         name: (first.get(name), second.get(name))

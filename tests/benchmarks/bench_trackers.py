@@ -17,7 +17,7 @@ import pytest
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.records.run_record import RunRecord, write_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
 from prefect_torch_ddp.tracking.trackers.sync import Synced
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
 def begin(storage: DirectoryStorage, state: str = "training") -> None:
     """Write the run's record."""
     about = {"experiment": "bench", "workload": "w", "storage": storage.uri}
-    write_record(storage, RunRecord(run_id=RUN, began=datetime.now(UTC), state=state, **about))
+    write_run_record(storage, RunRecord(run_id=RUN, began=datetime.now(UTC), state=state, **about))
 
 
 def report(storage: DirectoryStorage, steps: range, num_metrics: int, attempt: int = 1) -> None:

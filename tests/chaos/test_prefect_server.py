@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_cancel import (
     flow_process,
@@ -116,7 +116,7 @@ def test_ctrl_c_while_the_server_is_away(server: Server, tmp_path: Path) -> None
         server.start()
         assert process.wait(HANG_S) != 0
     assert "CancelledRun: cancelled by Ctrl-C (SIGINT): Prefect did not say how its task" in said()
-    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    (record,) = list_run_records(DirectoryStorage(tmp_path / "store"))
     assert (record.state, len(record.attempts)) == ("cancelled", 1)
     assert steps_saved(tmp_path, run_id)[-1] % 50, "saved where the ranks had agreed to stop"
 

@@ -24,7 +24,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, read_metrics, train_flow
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.clusters.slurm import SlurmSite, running_slurm, skip_without_slurm
 from tests.support.runs import artifacts_of, flow_run_id_of
@@ -217,7 +217,7 @@ def test_one_training_over_many_short_jobs(tmp_path: Path, monkeypatch: Any) -> 
         if line.endswith("}")
     ]
     (record,), (first,) = (
-        list_records(DirectoryStorage(each / "store")) for each in (folder, undisturbed)
+        list_run_records(DirectoryStorage(each / "store")) for each in (folder, undisturbed)
     )
     show(queue, lines, tmp_path, record)
     assert record.state == "completed"

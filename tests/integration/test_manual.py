@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import storage_from_uri
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.integration.test_wheel import run
@@ -102,7 +102,7 @@ def test_a_recipe_does_what_it_says(recipe: str, tmp_path: Path) -> None:
     said = run(sys.executable, program, folder=tmp_path, timeout_s=COMMAND_S)
     assert PROMISES[recipe](said), said
     if recipe == "fine_tuning":
-        newest, first = list_records(DirectoryStorage(tmp_path / "runs"))
+        newest, first = list_run_records(DirectoryStorage(tmp_path / "runs"))
         assert (newest.weights_from, first.weights_from) == (first.run_id, None)
 
 
@@ -272,7 +272,7 @@ def test_a_failed_run_continues_as_the_pages_say(
     def fail(storage: str) -> str:
         once = "-p max_restarts=0 -p retries=0"
         type_(f"! prefect-torch-ddp train my_workload --storage {storage} {once}")
-        (record,) = list_records(storage_from_uri(storage))
+        (record,) = list_run_records(storage_from_uri(storage))
         assert "not fixed yet" in str(record.cause)
         return record.run_id
 
@@ -283,7 +283,7 @@ def test_a_failed_run_continues_as_the_pages_say(
     assert [language for language, _ in blocks] == ["bash", "python", "bash"]
     assert blocks[2][1].startswith("dask worker "), "which other tests start"
     type_(blocks[0][1])
-    resumed, first = list_records(storage_from_uri("s3://bucket/prefix"))
+    resumed, first = list_run_records(storage_from_uri("s3://bucket/prefix"))
     assert (first.run_id, resumed.state, resumed.num_steps) == (failed, "completed", 20)
     assert type_(f"python {write_program(blocks[1][1], tmp_path)}") == "20 40"
 
@@ -295,6 +295,6 @@ def test_a_failed_run_continues_as_the_pages_say(
     fixed.touch()
     (move,) = (text for _, text in blocks_of(DOCS / "storage.md") if "cp -r" in text)
     type_(move.replace("calm-otter-1a2b3c4d5e6f", run_id))
-    (moved,) = list_records(DirectoryStorage(tmp_path / "new"))
+    (moved,) = list_run_records(DirectoryStorage(tmp_path / "new"))
     assert (moved.state, moved.num_steps, moved.run_id != run_id) == ("completed", 20, True)
     assert moved.attempts[0].step is None or moved.attempts[0].step >= 13

@@ -23,7 +23,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import NewerFormatError
-from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.records.run_record import read_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.blocks import save_block
 from tests.support.formats import NEWER, rewrite, snapshot
@@ -85,7 +85,7 @@ def test_it_is_read_resumed_and_evaluated(
     before = snapshot(storage)
     check_reading(storage)
 
-    was = read_record(storage, RUN_ID)
+    was = read_run_record(storage, RUN_ID)
     at_12 = f"{named}/runs/{RUN_ID}/checkpoints/step-00000012/000002"
     for checkpoint in (at_12, f"{named}/runs/{RUN_ID}"):
         evaluation = evaluate_flow(checkpoint, block, shared)
@@ -100,7 +100,7 @@ def test_it_is_read_resumed_and_evaluated(
     after = snapshot(storage)
     kept = {key: data for key, data in before.items() if not key.startswith("run-records/")}
     assert kept.items() <= after.items()
-    assert read_record(storage, RUN_ID).attempts == was.attempts
+    assert read_run_record(storage, RUN_ID).attempts == was.attempts
     for key in after.keys() - before.keys():
         if key.endswith((".json", ".jsonl", "/ended")) or "/attempts/" in key:
             first = after[key].splitlines()[0] if key.endswith(".jsonl") else after[key]

@@ -8,7 +8,7 @@ from prefect_torch_ddp.checkpoint.attempts import record_resume
 from prefect_torch_ddp.checkpoint.keys import CheckpointId, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.records.metrics import by_steps, read_new_records, surviving_records
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.records.run_record import RunRecord, write_run_record
 from prefect_torch_ddp.storage.formats import METRICS
 from tests.support.formats import head
 from tests.support.records import Record, Shelf, record
@@ -50,7 +50,7 @@ def resume(shelf: Shelf, attempt: int, step: int, of_attempt: int) -> None:
 def say(shelf: Shelf, state: str = "training", **more: object) -> None:
     """Write the run's record."""
     about = {"run_id": RUN, "experiment": "e", "workload": "w", "began": BEGAN, "storage": "s"}
-    write_record(shelf, RunRecord(state=state, **{**about, **more}))
+    write_run_record(shelf, RunRecord(state=state, **{**about, **more}))
 
 
 def history(shelf: Shelf) -> dict[str, list[tuple[int, float]]]:

@@ -25,7 +25,7 @@ from prefect_torch_ddp.checkpoint.shard import GENERATORS, Shard
 from prefect_torch_ddp.data.datasets.dataset_manifest import read_dataset_manifest
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.errors import NewerFormatError
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.formats import FORMATS, STATISTICS, TENSORBOARD, WANDB
 from prefect_torch_ddp.storage.protocol import Storage
@@ -77,7 +77,7 @@ def one_more_epoch(storage: DirectoryStorage) -> int | None:
 
 def only_record(storage: Storage) -> dict[str, Any]:
     """Return the run's record as plain values."""
-    (record,) = list_records(storage)
+    (record,) = list_run_records(storage)
     return record.model_dump(mode="json")
 
 
@@ -161,7 +161,7 @@ def test_what_0_1_wrote_is_read(storage: DirectoryStorage) -> None:
     dataset = read_dataset_manifest(storage, DATASET_ID)
     assert dataset is not None
     assert {file.num_rows for file in dataset.files} == {None}
-    (record,) = list_records(storage)
+    (record,) = list_run_records(storage)
     assert (record.state, record.num_steps, len(record.attempts)) == ("completed", 15, 2)
     assert record.evaluation is not None
     assert record.evaluation.num_samples == 21

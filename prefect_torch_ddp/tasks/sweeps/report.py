@@ -16,7 +16,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.records.hiding import HIDDEN
 from prefect_torch_ddp.records.metrics import read_new_records
-from prefect_torch_ddp.records.run_record import RunRecord, records_below
+from prefect_torch_ddp.records.run_record import RunRecord, run_records_below
 from prefect_torch_ddp.results import count
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.ddp_task import GangTask
@@ -84,7 +84,7 @@ def sweep_report(
     began = context.flow_run.created or datetime.now(UTC)
     records = [
         each
-        for each in records_below(storage, experiment, began - CLOCKS_DIFFER)
+        for each in run_records_below(storage, experiment, began - CLOCKS_DIFFER)
         if each.flow_run_id == str(context.flow_run.id)
         and _function(each.workload) == _function(task.code.workload)
         # Its run_key, if it has one, comes after a colon.

@@ -22,7 +22,7 @@ from pydantic_core import from_json, to_json
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.records.hiding import without_credentials
-from prefect_torch_ddp.records.run_record import RunRecord, records_since
+from prefect_torch_ddp.records.run_record import RunRecord, run_records_since
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.follow import INTERVAL_S, FollowedRun
 from prefect_torch_ddp.tracking.trackers.known import open_tracker
@@ -99,7 +99,7 @@ class Feeder:
 
     def _find_runs(self) -> None:
         feed = self._feed
-        for record in records_since(feed.storage, feed.experiment, feed.since, self._known):
+        for record in run_records_since(feed.storage, feed.experiment, feed.since, self._known):
             if feed.has(record):
                 tracker = open_tracker(self._tracker, feed.storage)
                 at = feed.storage, record.run_id, tracker, feed.experiment

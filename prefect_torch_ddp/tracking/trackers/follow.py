@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest
 from prefect_torch_ddp.errors import NewerFormatError, StorageError, TrackerError
-from prefect_torch_ddp.records.run_record import RunRecord, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, read_run_record
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tracking.trackers.history import HistoryReader
 from prefect_torch_ddp.tracking.trackers.sync import Synced, send_history
@@ -49,7 +49,7 @@ class FollowedRun:
             InvalidParamsError: there is no record of the run.
             StorageError, TrackerError: it can be tried again.
         """
-        record = read_record(self._storage, self.run_id, self._experiment)
+        record = read_run_record(self._storage, self.run_id, self._experiment)
         self._experiment = record.experiment
         is_whole = record.is_finished
         has_failed = record.is_over and record.state != "completed"

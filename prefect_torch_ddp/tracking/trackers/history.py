@@ -10,7 +10,7 @@ import numpy as np
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests
 from prefect_torch_ddp.records.growing import GrowingRecords
 from prefect_torch_ddp.records.metrics import Records, by_steps, surviving_records
-from prefect_torch_ddp.records.run_record import RunRecord, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, read_run_record
 from prefect_torch_ddp.storage.protocol import Storage
 
 COMPLETED = "completed"
@@ -104,7 +104,7 @@ class HistoryReader:
         """
         # In this order: what is before a checkpoint was written before it, by all ranks, so that
         # it is complete in records that are read later.
-        record = read_record(self._storage, self._run_id, self._experiment)
+        record = read_run_record(self._storage, self._run_id, self._experiment)
         self._experiment = record.experiment
         end = None
         if record.state != COMPLETED:

@@ -20,7 +20,7 @@ from prefect.client.orchestration import get_client
 from prefect.states import Running
 
 from prefect_torch_ddp import DirectoryStorage, list_runs
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import write_run_record
 from prefect_torch_ddp.server import is_prefect
 from tests.support.pages import RECORD
 from tests.support.ports import free_port
@@ -280,7 +280,9 @@ def test_a_killed_run_that_nobody_closed_says_how_to_resume_it(tmp_path: Path) -
         flow_run = client.create_flow_run(Flow(print, name="killed"), state=Running())
     killed = RECORD.model_copy(update={"flow_run_id": str(flow_run.id), "state": "training"})
     parameters = {"workload": "not.there", "storage": str(tmp_path)}
-    write_record(DirectoryStorage(tmp_path), killed.model_copy(update={"parameters": parameters}))
+    write_run_record(
+        DirectoryStorage(tmp_path), killed.model_copy(update={"parameters": parameters})
+    )
     at = ["--storage", str(tmp_path)]
     _, refused = typed(tmp_path, "resume", killed.run_id, *at, status=2)
     assert f"its flow run {flow_run.id} is Running in Prefect" in refused

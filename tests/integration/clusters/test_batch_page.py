@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import read_metrics
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.clusters.sites import Site
 from tests.integration.test_manual import answers, terminal
@@ -97,7 +97,8 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(
     jobs = [(project / "digits.log").read_text(), (project / "digits-flow.log").read_text()]
     places = ("runs", "chains/digits", "chains/digits-flow")
     states = [
-        [run.state for run in list_records(DirectoryStorage(tmp_path / place))] for place in places
+        [run.state for run in list_run_records(DirectoryStorage(tmp_path / place))]
+        for place in places
     ]
     assert states == [["completed"] * 2, ["completed"], ["completed"]], jobs
     assert all("accuracy" in job for job in jobs)
@@ -120,7 +121,9 @@ def test_a_job_that_is_requeued_does_not_take_its_former_scheduler(
     subprocess.run(submit, cwd=tmp_path, check=True, capture_output=True)
     wait_until(lambda: not site.job_ids() and not site.processes(), 4 * HANG_S, "the job's end")
     log = (tmp_path / "again.log").read_text()
-    states = [run.state for run in list_records(DirectoryStorage(tmp_path / "chains" / "again"))]
+    states = [
+        run.state for run in list_run_records(DirectoryStorage(tmp_path / "chains" / "again"))
+    ]
     assert states == ["completed"], log
 
 
@@ -143,7 +146,7 @@ def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
 
     def states() -> list[str]:
         return [
-            run.state for run in list_records(storage) if run.state != "training" or trains(run)
+            run.state for run in list_run_records(storage) if run.state != "training" or trains(run)
         ]
 
     submit = ["sbatch", "--job-name=long", "one_job.sh", "-o", "epochs=100000"]
@@ -161,6 +164,6 @@ def test_a_job_that_holds_all_submits_itself_again_until_it_is_cancelled(
     log = (tmp_path / "long.log").read_text()
     assert second_job != first_job, log
     assert states() == ["cancelled", "cancelled"], log
-    second, first = list_records(storage)
+    second, first = list_run_records(storage)
     assert first.checkpoint is not None
     assert read_metrics(storage, second.run_id).step.min() == first.checkpoint.step + 1, log

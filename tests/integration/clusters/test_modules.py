@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import prefect_torch_ddp
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.clusters.sites import Site
 from tests.support.waiting import HANG_S, wait_until
@@ -94,6 +94,6 @@ def test_packages_come_from_modules_and_the_login_shell_is_tcsh(
         timeout=COMMAND_S,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    (run,) = list_records(DirectoryStorage(tmp_path / "runs"))
+    (run,) = list_run_records(DirectoryStorage(tmp_path / "runs"))
     assert run.state == "completed"
     wait_until(lambda: not site.job_ids() and not site.processes(), 2 * HANG_S, "the jobs' end")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, read_ledger, train_flow
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from tests.integration.tasks.test_cancel import flow_process, newest_run
 from tests.support.runs import newest_flow_run, retry_train_flow
@@ -68,7 +68,7 @@ def test_whatever_is_killed_the_weights_are_the_undisturbed_ones(
     assert lost not in (tmp_path / "said").read_text(), "the finished preparation runs again"
     wait_until(lambda: newest_flow_run().state_name == "Crashed")
     retry_train_flow(os.environ["PREFECT_API_URL"], run_id, tmp_path / "home")
-    (record,) = list_records(storage_from_uri(bucket))
+    (record,) = list_run_records(storage_from_uri(bucket))
     assert (record.state, record.run_id, record.value) == ("completed", run_id, calm.training.value)
     assert [attempt.attempt for attempt in record.attempts] == [1, 2, 3, 4, 5]
     for storage, each in ((bucket, run_id), (tmp_path / "store", calm.run_id)):

@@ -27,7 +27,7 @@ from prefect_torch_ddp.protocol.events import (
     Progress,
 )
 from prefect_torch_ddp.records import run_record
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.results import TrainReport
 from prefect_torch_ddp.storage.formats import LEDGER, METRICS
 from prefect_torch_ddp.tasks.publish import publish
@@ -379,7 +379,7 @@ def test_a_failed_run_is_shown_by_its_records(prefect_api):
 
 def newest_record(shelf: Shelf) -> RunRecord:
     """Return the only run on record."""
-    (found,) = list_records(shelf)
+    (found,) = list_run_records(shelf)
     return found
 
 

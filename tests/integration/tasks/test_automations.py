@@ -20,7 +20,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.states import Crashed, Running
 
 from prefect_torch_ddp import RankFailedError, train_flow
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.waiting import HANG_S, wait_until
@@ -65,7 +65,7 @@ def test_a_failed_training_is_told_of(
     (told,) = kept
     assert "of train-ddp/tests.workloads.tiny failed at step 7" in told["text"]
     assert "told to fail" in told["text"]
-    (failed,) = (run for run in list_records(DirectoryStorage(store)) if run.state == "failed")
+    (failed,) = (run for run in list_run_records(DirectoryStorage(store)) if run.state == "failed")
     assert told["text"].endswith(f'. To continue: resume_from="{failed.run_id}"')
 
 

@@ -30,7 +30,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import GangCancelledError
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.cancel.left_tasks import stop_task
 from prefect_torch_ddp.tasks.cancel.states import or_cancelled
@@ -335,7 +335,7 @@ def test_cancel_of_a_run_that_does_not_train(
     assert "CancelledRun" in said
     flow_run_id, run_id = newest_run()
     check_task_cancelled(check_flow_cancelled(), stage)
-    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    (record,) = list_run_records(DirectoryStorage(tmp_path / "store"))
     num_steps = 21 if stage == "evaluate" else None
     assert (record.state, record.num_steps, record.is_tried_again) == (
         "cancelled",

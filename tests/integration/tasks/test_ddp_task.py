@@ -43,7 +43,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.records.run_record import RunState, write_record
+from prefect_torch_ddp.records.run_record import RunState, write_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.task_training import TaskParams
 from prefect_torch_ddp.tasks.report.artifacts import key
@@ -530,7 +530,7 @@ def test_latest_takes_up_what_its_own_flow_run_cancelled(
     @flow
     def resumed() -> str | None:
         draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
-        write_record(storage, draft.model_copy(update={"state": state}))
+        write_run_record(storage, draft.model_copy(update={"state": state}))
         manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
         storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
         found = resume_point(params, storage, "tonight", "fit")
@@ -557,7 +557,7 @@ def latest_of(folder: Path, state: State, **runs: dict[str, Any]) -> str | None:
             draft = draft_record(params, run_id, "fit", storage, workload="fit")
             began = draft.began - timedelta(days=days)
             given = {"began": began, "flow_run_id": str(elsewhere.id), **fields}
-            write_record(storage, type(draft).model_validate({**draft.model_dump(), **given}))
+            write_run_record(storage, type(draft).model_validate({**draft.model_dump(), **given}))
             manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
             storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())
         found = resume_point(params, storage, "tonight", "fit")
@@ -622,7 +622,7 @@ def test_latest_begins_as_a_run_did_that_ended_before_its_first_checkpoint(
             own = TaskParams(resume_from=began_from)
             draft = draft_record(own, run_id, "fit", storage, workload="fit")
             began = draft.began + timedelta(days=day)
-            write_record(storage, draft.model_copy(update={"state": state, "began": began}))
+            write_run_record(storage, draft.model_copy(update={"state": state, "began": began}))
             if step is not None:
                 manifest = Manifest(run_id, step, 1, epoch=1, position={}, world_size=2)
                 storage.write(manifest_key(run_id, step, 1), manifest.as_bytes())
@@ -672,7 +672,9 @@ def test_a_crashed_flow_run_is_continued_or_begun_again_and_no_other(
             draft = draft_record(params, run_id, "fit", storage, workload="fit")
             more = {"state": "failed", "began": draft.began + timedelta(days=day)}
             owner = owners.get(run_id, inner)
-            write_record(storage, draft.model_copy(update={**more, "flow_run_id": str(owner.id)}))
+            write_run_record(
+                storage, draft.model_copy(update={**more, "flow_run_id": str(owner.id)})
+            )
             if run_id != "crashed" or saved != "nothing":
                 manifest = Manifest(run_id, 7, 1, epoch=1, position={}, world_size=2)
                 storage.write(manifest_key(run_id, 7, 1), manifest.as_bytes())

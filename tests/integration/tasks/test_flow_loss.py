@@ -23,7 +23,7 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.errors import SupervisorLostError
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.runs import (
     flow_run_id_of,
@@ -78,7 +78,7 @@ def test_a_run_that_is_lost_for_good_has_failed(tmp_path: Path) -> None:
     params = params_of(tmp_path, "kill_grandparent", world_size=1)
     with pytest.raises(SupervisorLostError) as raised:
         train_flow(params.model_copy(update={"retries": 0}))
-    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    (record,) = list_run_records(DirectoryStorage(tmp_path / "store"))
     assert record.state == "failed"
     assert record.cause.startswith("SupervisorLostError: Dask worker ")
     assert f'to continue: resume_from="{record.run_id}"' in raised.value.__notes__
@@ -99,7 +99,7 @@ def test_a_run_whose_retry_never_begins_has_failed(tmp_path: Path) -> None:
         with pytest.raises(NotEnoughWorkersError) as raised:
             train_flow(params.model_copy(update=changes))
         killing.result()
-    (record,) = list_records(DirectoryStorage(tmp_path / "store"))
+    (record,) = list_run_records(DirectoryStorage(tmp_path / "store"))
     assert (record.state, record.is_tried_again) == ("failed", False)
     assert record.cause.startswith("NotEnoughWorkersError: the cluster has had no worker for 3 s")
     assert [each.cause.rpartition(": ")[2] for each in record.attempts] == ["told to fail"]
@@ -112,7 +112,9 @@ def test_a_run_whose_retry_never_begins_has_failed(tmp_path: Path) -> None:
 
 def _kill_when_tried_again(nanny: psutil.Process, store: Path) -> None:
     """Kill a Dask worker for good when the failure of its train task is on record."""
-    wait_until(lambda: any(each.is_tried_again for each in list_records(DirectoryStorage(store))))
+    wait_until(
+        lambda: any(each.is_tried_again for each in list_run_records(DirectoryStorage(store)))
+    )
     end(nanny)
 
 

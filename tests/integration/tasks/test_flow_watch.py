@@ -23,7 +23,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import ContextParams, InvalidParamsError
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from prefect_torch_ddp.tasks.watch.flow_watch import END_S, MESSAGE
@@ -171,7 +171,7 @@ def own_flow_killed(folder: Path, *address: str, with_all: bool = False) -> tupl
     wait_until(lambda: all_gone(family))
     ((run_id, saved),) = (
         (record.run_id, found[-1].step)
-        for record in list_records(store)
+        for record in list_run_records(store)
         if (found := list_manifests(store, record.run_id))
     )
     return newest_flow_run().id, run_id, saved

@@ -30,7 +30,7 @@ from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.datasets.dataset_store import find_dataset
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.records.ledger import read_ledger
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
 from prefect_torch_ddp.tasks.submitting import submitting
@@ -375,7 +375,7 @@ def test_a_task_trains_on_a_collection_and_its_retry_resumes(dask_cluster, tmp_p
     storage = DirectoryStorage(tmp_path)
     report = read_ledger(storage, first["run_id"])
     assert report.is_clean
-    newest = list_records(storage)[-1]
+    newest = list_run_records(storage)[-1]
     assert newest.arguments["rows"] == {"dataset_id": name.dataset_id, "kind": name.kind}
     assert len(list(tmp_path.rglob("*.parquet"))) == 5
 

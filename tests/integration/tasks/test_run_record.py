@@ -32,7 +32,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.cli.runs import facts
 from prefect_torch_ddp.errors import SupervisorLostError, TaskCancelled
 from prefect_torch_ddp.protocol.metric_names import is_validation
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.publish import failure_published
 from prefect_torch_ddp.tasks.report import markdown
@@ -80,7 +80,7 @@ def check_metrics(store: Path, record: RunRecord, page: str) -> None:
 
 def only_record(store: Path) -> RunRecord:
     """Return the only record of a storage."""
-    (record,) = list_records(DirectoryStorage(store))
+    (record,) = list_run_records(DirectoryStorage(store))
     return record
 
 

@@ -11,7 +11,7 @@ from prefect import flow, task, unmapped
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import InvalidParamsError, ddp_script, list_runs, read_metrics, run_gang
-from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.records.run_record import read_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import torchrun_script
 
@@ -119,7 +119,7 @@ def test_a_mapped_script_runs_once_for_each_element(
     names = ["of a future", "one", "seed-0-last", "seed-1-last", "two"]
     assert sorted(path.name for path in folder.iterdir()) == names
     kept = DirectoryStorage(tmp_path / "storage")
-    records = [read_record(kept, run_id) for run_id in list_runs(kept)["run_id"]]
+    records = [read_run_record(kept, run_id) for run_id in list_runs(kept)["run_id"]]
     given = [each.arguments["args"] for each in records]
     assert sorted("-".join(more) for _, *more in given) == names
     assert {first for first, *_ in given} == {str(folder)}

@@ -11,7 +11,7 @@ from prefect_dask import DaskTaskRunner
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, ddp_task
-from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.waiting import wait_until
 
@@ -52,7 +52,7 @@ def test_a_superseded_attempt_changes_neither_record_nor_report(
     train = ddp_task(**options, checkpoint={"every_steps": 5, "every_s": None})(held_up)
 
     def found() -> tuple[RunRecord, bytes]:
-        (record,) = list_records(storage)
+        (record,) = list_run_records(storage)
         return record, storage.read(f"runs/{record.run_id}/report.html")
 
     @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))
@@ -71,5 +71,5 @@ def test_a_superseded_attempt_changes_neither_record_nor_report(
     assert state.is_failed()
     if end == "goes on":
         assert "the newer attempt counts" in state.message
-    (record,) = list_records(storage)
+    (record,) = list_run_records(storage)
     assert [attempt.attempt for attempt in record.attempts] == [1, 2]

@@ -14,7 +14,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams
 from prefect_torch_ddp.data.datasets.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import PrefectTorchDdpError
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import write_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tracking.description import draft_record
@@ -126,7 +126,7 @@ def test_an_evaluation_needs_no_raw_data_if_the_dataset_was_prepared(
     def resolves() -> tuple[Run, Run]:
         dataset = publish_dataset(storage, "d", lambda folder: (folder / "x").write_text("1"))
         about = {"workload": params.workload, "dataset": dataset}
-        write_record(storage, draft_record(params, "r", "e", storage, **about))
+        write_run_record(storage, draft_record(params, "r", "e", storage, **about))
         raw.mkdir()
         there, _ = Run.from_checkpoint(f"{storage.uri}/runs/r", None, None)
         raw.rmdir()

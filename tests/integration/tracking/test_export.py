@@ -10,7 +10,7 @@ from prefect import flow
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import RankContext, RankFailedError, ddp_task, export_records
-from prefect_torch_ddp.records.run_record import list_records
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.waiting import HANG_S, wait_until
 
@@ -43,8 +43,8 @@ def test_files_of_a_failing_run_follow_its_retry_and_end_with_it(
 
     def export() -> None:
         storage = DirectoryStorage(store)
-        wait_until(lambda: store.is_dir() and list_records(storage))
-        (record,) = list_records(storage)
+        wait_until(lambda: store.is_dir() and list_run_records(storage))
+        (record,) = list_run_records(storage)
         export_records(store, record.run_id, out, follow=True, formats=["json"])
 
     @flow(task_runner=DaskTaskRunner(address=dask_cluster.scheduler_address))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_files_of_a_failing_run_follow_its_retry_and_end_with_it(
         fails()
     follower.join(HANG_S)
     assert not follower.is_alive()
-    (record,) = list_records(DirectoryStorage(store))
+    (record,) = list_run_records(DirectoryStorage(store))
     assert (record.state, record.is_over, len(record.attempts)) == ("failed", True, 2)
     lines = [json.loads(line) for line in (out / "rank-00000.jsonl").read_text().splitlines()]
     assert [(line["attempt"], line["loss"]) for line in lines] == [

@@ -17,7 +17,7 @@ from prefect_torch_ddp import ddp_task, list_runs
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.records.run_record import RunRecord, write_run_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.watch import tracker_feed
 from prefect_torch_ddp.tracking.trackers.feed import Feed, Told
@@ -34,7 +34,7 @@ def storage(tmp_path: Path) -> DirectoryStorage:
     about = {"experiment": "e", "workload": "w", "storage": storage.uri, "flow_run_id": "flow"}
     trackers = {"trackers": ["tensorboard"]}
     began = datetime.now(UTC)
-    write_record(storage, RunRecord(run_id=RUN, began=began, parameters=trackers, **about))
+    write_run_record(storage, RunRecord(run_id=RUN, began=began, parameters=trackers, **about))
     log = RecordLog(storage, RUN, "metrics", rank=0, attempt=1)
     for step in range(1, 11):
         at = {"step": step, "epoch": 1, "rank": 0, "attempt": 1, "time": 1.0 * step}
@@ -66,7 +66,7 @@ def test_at_the_flows_end_it_syncs_once_more(storage: DirectoryStorage, feed: tu
         storage.read(next(storage.list("run-records/")).key), "the record"
     )
     done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": 10}
-    write_record(storage, record.model_copy(update=done))
+    write_run_record(storage, record.model_copy(update=done))
     assert tracker_feed._end(process, HANG_S) == 0
     answers.seek(0)
     told = {each.run_id: each for each in Told.read(answers.read())}

@@ -14,7 +14,7 @@ from prefect_torch_ddp import read_metrics, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.records.run_record import RunRecord, write_run_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.attempt_log import RunAttemptLog
@@ -91,7 +91,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
     MLflow, which can't delete a point, then has what `read_metrics` has, in one run."""
     storage = DirectoryStorage(tmp_path)
     record = record_of(storage, "kills")
-    write_record(storage, record)
+    write_run_record(storage, record)
     command = [str(server.python), "-m", STRUCK, str(tmp_path), RUN, str(NUM_SYNC_KILLS)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=server.environment, **pipes) as syncs:
@@ -117,7 +117,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
     evaluation = Report(num_samples=8, accuracy=0.875, loss=0.25, classes=(), metrics=top)
     done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": NUM_STEPS}
     done |= {"evaluation": evaluation, "model_uris": {"model": "file:///model.pt"}}
-    write_record(storage, record.model_copy(update=done))
+    write_run_record(storage, record.model_copy(update=done))
     printed = server.run(*sync, str(tmp_path))
     assert f"it has all up to step {NUM_STEPS}" in printed
     assert "MLflow got 0 values" in server.run(*sync, str(tmp_path))
@@ -148,7 +148,7 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     storage = DirectoryStorage(tmp_path)
     done = {"state": "failed", "ended": datetime.now(UTC), "cause": "ValueError: boom"}
     record = record_of(storage, "outage").model_copy(update=done)
-    write_record(storage, record)
+    write_run_record(storage, record)
     sync = ["-m", "prefect_torch_ddp", "sync", "latest", "--tracker", "mlflow", "--storage"]
     away = replace(
         server,
@@ -169,7 +169,7 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     assert run[1] == "FAILED"
     assert run[4]["prefect_torch_ddp.cause"] == "ValueError: boom"
     completed = {"state": "completed", "ended": datetime.now(UTC), "cause": ""}
-    write_record(storage, record.model_copy(update=completed))
+    write_run_record(storage, record.model_copy(update=completed))
     server.run(*sync, str(tmp_path))
     (run,) = json.loads(server.run("-c", SERIES, "outage"))[1]
     assert run[1] == "FINISHED"
@@ -185,7 +185,7 @@ def test_a_run_is_followed_until_it_has_completed(server: MlflowServer, tmp_path
     """A process beside it shows its end in MLflow, and ends itself."""
     storage = DirectoryStorage(tmp_path)
     record = record_of(storage, "followed")
-    write_record(storage, record)
+    write_run_record(storage, record)
     command = [str(server.python), "-m", "prefect_torch_ddp", "sync", RUN, "--follow"]
     command += ["--tracker", "mlflow", "--storage", str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "text": True, "cwd": tmp_path}
@@ -195,7 +195,7 @@ def test_a_run_is_followed_until_it_has_completed(server: MlflowServer, tmp_path
             (run,) = json.loads(server.run("-c", SERIES, "followed"))[1]
             assert run[1] == "RUNNING"
             done = {"state": "completed", "ended": datetime.now(UTC)}
-            write_record(storage, record.model_copy(update=done))
+            write_run_record(storage, record.model_copy(update=done))
             assert follower.wait(HANG_S) == 0
         finally:
             follower.kill()
@@ -213,7 +213,7 @@ def test_parameters_that_mlflow_would_call_the_same_are_told_apart(
     options = {"vocab": {"<": 0, ">": 1, "_": 2}, f"{long}a": 3, f"{long}b": 4}
     done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": 1, "options": options}
     record = record_of(storage, "signs").model_copy(update=done)
-    write_record(storage, record)
+    write_run_record(storage, record)
     sync = ["-m", "prefect_torch_ddp", "sync", RUN, "--tracker", "mlflow", "--storage"]
     for _ in range(2):
         server.run(*sync, str(tmp_path))

@@ -16,7 +16,7 @@ import pytest
 from prefect_torch_ddp import list_runs, read_metrics
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, TrackerError
-from prefect_torch_ddp.records.run_record import RunRecord, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, read_run_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers.follow import follow_run
@@ -208,7 +208,7 @@ def test_folders_of_others_stay(shelf: Shelf, tmp_path: Path) -> None:
 def test_a_metric_that_wandb_has_itself_is_refused(shelf: Shelf, tmp_path: Path) -> None:
     """It would be lost in silence."""
     with pytest.raises(TrackerError, match="can't have a metric named '_step'"):
-        WandbTracker(tmp_path).open(read_record(shelf, RUN), ["loss", "_step"])
+        WandbTracker(tmp_path).open(read_run_record(shelf, RUN), ["loss", "_step"])
 
 
 SYNC = """

@@ -28,7 +28,7 @@ def test_a_cancelled_command_says_so_in_a_line(
     def leave(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_record, "list_records", leave)
+    monkeypatch.setattr(run_record, "list_run_records", leave)
     with pytest.raises(SystemExit) as ended:
         main(["runs", "--storage", str(tmp_path)])
     assert ended.value.code == 130

@@ -10,7 +10,7 @@ from prefect_torch_ddp import ClusterParams, DirectoryStorage, InvalidParamsErro
 from prefect_torch_ddp.cli.app import app
 from prefect_torch_ddp.cli.options import checked_params, find_run, nested, parse_values
 from prefect_torch_ddp.cli.train import _before, _excluded, _names, _over
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import write_run_record
 from tests.support.pages import BEGAN, RECORD
 
 OTTER, NEWER_OTTER, SKUA = "calm-otter-1234", "calm-otter-5678", "wild-skua-1234"
@@ -94,7 +94,7 @@ def storage(tmp_path: Path) -> DirectoryStorage:
     for day, run_id in enumerate((OTTER, SKUA, NEWER_OTTER)):
         began = BEGAN.replace(day=1 + day)
         changes = {"run_id": run_id, "began": began, "experiment": f"z{9 - day}"}
-        write_record(storage, RECORD.model_copy(update=changes))
+        write_run_record(storage, RECORD.model_copy(update=changes))
     return storage
 
 

@@ -12,7 +12,7 @@ from prefect_torch_ddp.cli.runs import aligned, facts, metrics, row, runs, show
 from prefect_torch_ddp.cli.sync import said
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.records.run_record import write_run_record
 from prefect_torch_ddp.results import CheckpointRef, in_lines
 from prefect_torch_ddp.server import ServerError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -62,7 +62,7 @@ def test_the_model_of_a_storage_that_was_moved_is_shown_where_it_is(
     """By `show` and by `list_runs`; the record itself stays as it is."""
     old = DirectoryStorage(tmp_path / "old")
     there = {"model": f"{old.uri}/runs/{RUN}/models/000001/model.safetensors"}
-    write_record(old, DONE.model_copy(update={"storage": old.uri, "model_uris": there}))
+    write_run_record(old, DONE.model_copy(update={"storage": old.uri, "model_uris": there}))
     (tmp_path / "old").rename(tmp_path / "new")
     moved = f"{tmp_path}/new/runs/{RUN}/models/000001/model.safetensors"
     show(RUN, str(tmp_path / "new"))
@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_in_its_evaluation_can_be_resumed(tmp_path: Path) 
     storage = DirectoryStorage(tmp_path)
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         for record, says in ((killed, "no Prefect server answers"), (DONE, "say what more to do")):
-            write_record(storage, record)
+            write_run_record(storage, record)
             with pytest.raises((ServerError, InvalidParamsError), match=says):
                 resume(RUN, storage=str(tmp_path))
 
@@ -135,7 +135,7 @@ def test_a_task_is_refused_before_a_server_is_started(tmp_path: Path) -> None:
     """Whether it has completed or not, `resume` can't know what to call again."""
     storage = DirectoryStorage(tmp_path)
     for state in ("completed", "failed"):
-        write_record(storage, RECORD.model_copy(update={"dataset": None, "state": state}))
+        write_run_record(storage, RECORD.model_copy(update={"dataset": None, "state": state}))
         with pytest.raises(InvalidParamsError, match=f"task again, with resume_from='{RUN}'"):
             resume(RUN, ["epochs=3"], storage=str(tmp_path))
 
@@ -172,7 +172,7 @@ def test_a_run_has_the_same_score_here_and_on_the_page_of_all_runs(
 def test_a_misspelt_experiment_is_refused(tmp_path: Path) -> None:
     """`runs` said that the storage has no run, and ended well."""
     storage = DirectoryStorage(tmp_path)
-    write_record(storage, RECORD)
+    write_run_record(storage, RECORD)
     asked = RECORD.experiment[:-1]
     text = f"no experiment {asked}; did you mean {RECORD.experiment}.* .there are"
     with pytest.raises(InvalidParamsError, match=text):
@@ -183,7 +183,7 @@ def test_a_run_without_metrics_is_said_to_have_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was an empty frame's words, pandas' own; a file of CSV has its header."""
-    write_record(DirectoryStorage(tmp_path), DONE)
+    write_run_record(DirectoryStorage(tmp_path), DONE)
     metrics(RUN, str(tmp_path), csv=False, by="step", all_attempts=False)
     assert capsys.readouterr().out == "no metrics of this run are on record\n"
     metrics(RUN, str(tmp_path), csv=True, by="step", all_attempts=False)
@@ -193,7 +193,7 @@ def test_a_run_without_metrics_is_said_to_have_none(
 def test_a_completed_run_without_metrics_has_nothing_to_wait_for(tmp_path: Path) -> None:
     """`sync` said that none of its steps is final yet."""
     storage = DirectoryStorage(tmp_path / "runs")
-    write_record(storage, DONE)
+    write_run_record(storage, DONE)
     tracker = TensorboardTracker(tmp_path / "logs")
     text = f"TensorBoard got 0 values of run {RUN}; the run has no metrics"
     assert said(tracker, RUN, sync_run(storage, RUN, tracker)) == text

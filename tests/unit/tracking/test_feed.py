@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 
 from prefect_torch_ddp.errors import TrackerError
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.records.run_record import RunRecord, write_run_record
 from prefect_torch_ddp.tracking.trackers import feed as feeding
 from prefect_torch_ddp.tracking.trackers.feed import Feed, Feeder, Told
 from prefect_torch_ddp.tracking.trackers.sync import Synced
@@ -40,7 +40,7 @@ def say(shelf: Shelf, run_id: str, *, flow: str = "flow", began: datetime = BEGA
     """Write a run's record."""
     about = {"experiment": "e", "workload": "w", "storage": "s", "parameters": {"trackers": ["x"]}}
     record = RunRecord(run_id=run_id, began=began, flow_run_id=flow, **{**about, **more})
-    write_record(shelf, record)
+    write_run_record(shelf, record)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
-from prefect_torch_ddp.records.run_record import read_record, write_record
+from prefect_torch_ddp.records.run_record import read_run_record, write_run_record
 from prefect_torch_ddp.server import ServerError
 from prefect_torch_ddp.tracking.description import draft_record, plain_values, recorded_params
 from tests.support.formats import rewrite
@@ -28,7 +28,7 @@ def put_on_record(
     if kind == "a task's":
         params = ContextParams(storage=storage.uri, options=options)
     about = {"workload": "w", "dataset": DATASET if kind == "a flow's" else None}
-    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    write_run_record(storage, draft_record(params, "r", "e", storage, **about))
 
 
 def test_the_parameters_come_back(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_floats_that_json_lacks_come_back(tmp_path: Path) -> None:
         params, *_ = recorded_params(storage, "r")
         assert math.isnan(params.options["fill"])
         assert {**params.options, "fill": 0} == {**given, "fill": 0}
-        write_record(storage, read_record(storage, "r"))  # as an evaluation does
+        write_run_record(storage, read_run_record(storage, "r"))  # as an evaluation does
     (file,) = tmp_path.rglob("run-records/**/*.json")
     stored = json.loads(file.read_text("utf-8"), parse_constant=pytest.fail)
     assert stored["options"] == {
@@ -71,9 +71,9 @@ def test_texts_of_a_record_without_marks_stay_texts(tmp_path: Path) -> None:
     rewrite(storage, file.relative_to(folder).as_posix(), {"options": given})
     assert "non_finite" not in json.loads(file.read_text("utf-8"))
     for _ in range(3):
-        record = read_record(storage, RUN_ID)
+        record = read_run_record(storage, RUN_ID)
         assert (record.options, record.unknown) == (given, ())
-        write_record(storage, record)  # as an evaluation does: with marks
+        write_run_record(storage, record)  # as an evaluation does: with marks
     stored = json.loads(file.read_text("utf-8"))
     assert stored["options"] == {"na_values": ["(text) NaN", "", "(text) (text) NaN"]}
     assert stored["non_finite"] == "texts"
@@ -112,7 +112,7 @@ def test_what_is_replaced_need_not_be_on_record(tmp_path: Path) -> None:
     cluster = ClusterParams(cluster_class="a.Cluster", cluster_kwargs=kwargs)
     params = TrainParams(storage=storage.uri, cluster=cluster, options={"token": "y", "epochs": 3})
     about = {"workload": "w", "dataset": DATASET}
-    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    write_run_record(storage, draft_record(params, "r", "e", storage, **about))
     with pytest.raises(InvalidParamsError, match=r"\['cluster.cluster_kwargs.api_token'\] is not"):
         recorded_params(storage, "r", ["options.token"])
     known, *_ = recorded_params(storage, "r", ["cluster", "options.token"])
@@ -148,7 +148,7 @@ def test_resume_takes_a_group_that_is_given_in_place_of_a_long_one(
     params = TrainParams(storage=storage.uri, data_options={"table": LONG})
     about = {"workload": "w", "dataset": DATASET}
     about["data_options"] = plain_values(params.data_options)
-    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    write_run_record(storage, draft_record(params, "r", "e", storage, **about))
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         pytest.raises((InvalidParamsError, ServerError), match=says),
@@ -173,7 +173,7 @@ def test_a_group_that_is_given_keeps_its_other_values(tmp_path: Path, name: str,
     cluster = ClusterParams(cluster_class="a.Cluster", cluster_kwargs=kwargs)
     params = TrainParams(storage=storage.uri, cluster=cluster)
     about = {"workload": "w", "dataset": DATASET}
-    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    write_run_record(storage, draft_record(params, "r", "e", storage, **about))
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         pytest.raises((InvalidParamsError, ServerError), match=says),
@@ -195,7 +195,7 @@ def test_the_pods_of_kubernetes_come_back(tmp_path: Path) -> None:
     storage, cluster = DirectoryStorage(tmp_path), ClusterParams(**values)
     params = TrainParams(storage=storage.uri, cluster=cluster)
     about = {"workload": "w", "dataset": DATASET}
-    write_record(storage, draft_record(params, "r", "e", storage, **about))
+    write_run_record(storage, draft_record(params, "r", "e", storage, **about))
     known, *_ = recorded_params(storage, "r")
     assert known.cluster == cluster
 

@@ -10,7 +10,7 @@ from prefect_torch_ddp import CheckpointParams, DirectoryStorage, StorageError
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
-from prefect_torch_ddp.records.run_record import RunRecord, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, read_run_record
 from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.description import end_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_no_record_tells_of_is_found(tmp_path: Path) -> None:
     retry.receive(AttemptBegan(2, 1, ("host",)))
     retry.end(StorageError("the disk is full"))
     retry.write()
-    found = read_record(storage, "run").checkpoint
+    found = read_run_record(storage, "run").checkpoint
     assert found is not None
     assert (found.step, found.attempt) == (20, 1)
 
@@ -86,11 +86,11 @@ def test_the_best_value_of_an_attempt_that_was_killed_is_found(tmp_path: Path) -
     retry.receive(AttemptBegan(2, 1, ("host",)))
     retry.receive(CheckpointCommitted(20, 2, 1, 0.5))
     retry.write()
-    assert read_record(storage, "run").best_value == 0.9
+    assert read_run_record(storage, "run").best_value == 0.9
     retry.receive(CheckpointCommitted(30, 3, 1, 0.95))
     retry.end(None)
     retry.write()
-    assert read_record(storage, "run").best_value == 0.95
+    assert read_run_record(storage, "run").best_value == 0.95
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 0.9), ("min", 0.2)])
@@ -107,7 +107,7 @@ def test_a_flow_that_ends_a_killed_training_records_its_best_value(
         killed = Manifest("run", step, 1, 1, {}, 1, metrics=metrics)
         Committer(storage, "run", 1, policy).commit(killed)
     end_record(storage, record, OSError("lost"), is_tried_again=False)
-    found = read_record(storage, "run")
+    found = read_run_record(storage, "run")
     assert found.best_value == best
     assert found.checkpoint is not None
     assert found.checkpoint.step == 20

@@ -11,7 +11,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, TrackerError
-from prefect_torch_ddp.records.run_record import read_record
+from prefect_torch_ddp.records.run_record import read_run_record
 from prefect_torch_ddp.results import Report
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tracking.trackers import sync
@@ -292,7 +292,7 @@ def test_what_a_later_version_wrote_is_kept_or_refused(shelf: Shelf, tmp_path: P
     with pytest.raises(NewerFormatError, match=says):
         follow_run(shelf, RUN, TensorboardTracker(tmp_path), wait=pytest.fail, on_synced=print)
     tracker = TensorboardTracker(tmp_path)
-    record = read_record(shelf, RUN)
+    record = read_run_record(shelf, RUN)
     (tmp_path / f"{RUN}-2").mkdir()
     tracker.open(record, [])
     with pytest.raises(NewerFormatError, match=says):
