@@ -131,7 +131,7 @@ def _superseded(run_id: str, attempt: int, newest: int, outcome: str) -> Superse
     return SupersededError(msg)
 
 
-def record_resume(storage: Storage, run_id: str, attempt: int, begun: CheckpointId) -> None:
+def write_resume(storage: Storage, run_id: str, attempt: int, begun: CheckpointId) -> None:
     """Record which checkpoint an attempt resumes from, before its first step.
 
     A process that hangs between its check for newer attempts and its commit may commit hours
@@ -142,7 +142,7 @@ def record_resume(storage: Storage, run_id: str, attempt: int, begun: Checkpoint
     storage.write(resume_key(run_id, attempt), RESUME.to_bytes(record))
 
 
-def record_end(storage: Storage, run_id: str, last: CheckpointId) -> None:
+def write_end(storage: Storage, run_id: str, last: CheckpointId) -> None:
     """Record, before it is committed, which checkpoint holds what the function left at its end.
 
     If it isn't committed after all, the record names nothing that is resumed from.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 
-from prefect_torch_ddp.checkpoint.attempts import record_end, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_end
 from prefect_torch_ddp.checkpoint.keys import (
     CheckpointId,
     checkpoints_prefix,
@@ -95,7 +95,7 @@ class Committer:
             self._on_commit(manifest)
         self.clean_up(manifest, is_last=is_last)
 
-    def record_end(self, step: int, of_attempt: int | None) -> None:
+    def write_end(self, step: int, of_attempt: int | None) -> None:
         """Put on record that the function had ended with a checkpoint, of this attempt or another.
 
         Where the storage fails nothing is lost: everything that was trained is in the checkpoint.
@@ -106,7 +106,7 @@ class Committer:
         attempt = self._attempt if of_attempt is None else of_attempt
         with suppress(StorageError):
             self._refuse_superseded()
-            record_end(self.storage, self.run_id, CheckpointId(step, attempt))
+            write_end(self.storage, self.run_id, CheckpointId(step, attempt))
 
     @property
     def is_clean(self) -> bool:

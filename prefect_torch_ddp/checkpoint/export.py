@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.state.objects import read_object
-from prefect_torch_ddp.checkpoint.state.serial import from_bytes, is_plain, to_bytes
+from prefect_torch_ddp.checkpoint.state.serial import from_bytes, is_dense_tensor, to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.formats import CARD, location
 from prefect_torch_ddp.storage.protocol import Storage
@@ -111,7 +111,9 @@ def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     apart = {}
     for name, value in state.items():
-        if not is_plain(value):  # of a subclass the memory may be none, or mean something else
+        if not is_dense_tensor(
+            value
+        ):  # of a subclass the memory may be none, or mean something else
             msg = f"{name!r} in its state is a {type(value).__name__}, not a plain, dense tensor"
             raise TypeError(msg)
         tensor = value.detach().resolve_conj().resolve_neg().contiguous()

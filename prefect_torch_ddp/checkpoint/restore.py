@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prefect_torch_ddp.checkpoint.attempts import (
     had_ended,
-    record_resume,
     refuse_superseded,
     refuse_unseen,
+    write_resume,
 )
 from prefect_torch_ddp.checkpoint.files import fetch_files, refuse_folder
 from prefect_torch_ddp.checkpoint.keys import FROM_NOTHING, CheckpointId, checkpoints_prefix
@@ -128,7 +128,7 @@ class Restorer:
         begun = resumed or FROM_NOTHING
         if not is_ours:
             begun = CheckpointId(begun.step, attempt=0)
-        record_resume(own.storage, own.run_id, attempt, begun)
+        write_resume(own.storage, own.run_id, attempt, begun)
         # An attempt claimed after this check sees the record. One claimed before may have missed
         # it, and this attempt's steps would stay in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)

@@ -16,7 +16,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     choose,
     is_free,
     num_workers_needed,
-    place,
+    place_ranks,
 )
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
@@ -58,7 +58,7 @@ async def _run(
             num_workers = num_workers_needed(world_size, size.ranks_per_worker)
             chosen = choose(workers, num_workers, plan.resources)
             refuse_conflicts(chosen)
-            placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
+            placement = place_ranks(chosen, world_size, size.ranks_per_worker, options.interface)
             is_extra = size.is_growing or world_size > (size.most or world_size)
             has_extra = is_extra and num_free >= num_workers
             reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)

@@ -62,7 +62,7 @@ class AttemptFailure:
 
     error: GangError
     record: FailureRecord
-    """What is kept of it; see `record_of`."""
+    """What is kept of it; see `failure_record`."""
     knows_steps: bool
     """Whether a failure without a step was one before the first step."""
 
@@ -114,7 +114,9 @@ def decide(failure: Failure, before: FailureRecord | None, left: int) -> Decisio
     return Decision(Action.RESTART, "another attempt may succeed")
 
 
-def record_of(error: GangError, attempt: int, world_size: int, moved_at: int = 0) -> FailureRecord:
+def failure_record(
+    error: GangError, attempt: int, world_size: int, moved_at: int = 0
+) -> FailureRecord:
     """Make the record of a failed attempt.
 
     Args:

@@ -23,7 +23,7 @@ from prefect_torch_ddp.gang.policy import (
     Action,
     AttemptFailure,
     decide,
-    record_of,
+    failure_record,
 )
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
@@ -59,7 +59,7 @@ class AttemptLog(Protocol):
     def last_failure(self) -> FailureRecord | None:
         """Return the failure of the newest attempt that has failed."""
 
-    def record_failure(self, record: FailureRecord) -> None:
+    def keep_failure(self, failure: FailureRecord) -> None:
         """Keep a failure."""
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
@@ -84,9 +84,9 @@ class CallAttemptLog:
         """Return what was recorded last."""
         return self.last
 
-    def record_failure(self, record: FailureRecord) -> None:
+    def keep_failure(self, failure: FailureRecord) -> None:
         """Replace what was recorded last."""
-        self.last = record
+        self.last = failure
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
         """Do nothing: a call by itself has no storage."""
@@ -175,7 +175,7 @@ class Restarts:
 
     def _go_on_or_raise(self, error: GangError, attempt: int) -> None:
         """Return if the gang should run again; raise the error otherwise."""
-        record = record_of(error, attempt, self._world_size, self._moved_at)
+        record = failure_record(error, attempt, self._world_size, self._moved_at)
         before = self._put_on_record(error, record)
         self._on_event(record)
         failure = AttemptFailure(error, record, self._attempt_log.knows_steps)
@@ -228,7 +228,7 @@ class Restarts:
         """Return the failure before this one, and what is wrong."""
         try:
             before = self._attempt_log.last_failure()
-            self._attempt_log.record_failure(record)
+            self._attempt_log.keep_failure(record)
         except PrefectTorchDdpError as trouble:
             return None, str(trouble)
         return before, ""

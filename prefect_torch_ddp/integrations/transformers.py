@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from prefect_torch_ddp.integrations.refused import refuse_options, refuse_other_ranks
-from prefect_torch_ddp.integrations.transformers_data import DataPlace
+from prefect_torch_ddp.integrations.transformers_data import DataPosition
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
 _CUT = "epoch-ended-early"
@@ -58,7 +58,7 @@ def attach(trainer: Trainer) -> str | None:
     }
     refuse_options(refused)
     refuse_other_ranks(ctx, "Transformers", "rng_state*.pth")  # without a number if there is one
-    data = DataPlace(ctx, trainer)
+    data = DataPosition(ctx, trainer)
     callback = _Callback(ctx, data)
     trainer.add_callback(callback)
     _save_apart(ctx, trainer, callback)
@@ -118,7 +118,7 @@ def _save_apart(ctx: RankContext, trainer: Trainer, callback: "_Callback") -> No
 class _Callback(TrainerCallback):  # type: ignore[misc]
     """Saves and stops when all ranks are to, and shows steps and metrics."""
 
-    def __init__(self, ctx: RankContext, data: DataPlace) -> None:
+    def __init__(self, ctx: RankContext, data: DataPosition) -> None:
         self._ctx, self._data = ctx, data
         self._keeps_best = ctx.config.checkpoint.best_metric is not None
         self._asked_at = 0  # the newest step at which the Trainer itself asked for no save

@@ -31,7 +31,7 @@ _DRAWS = (
 logger = logging.getLogger(__name__)
 
 
-class DataPlace:
+class DataPosition:
     """Saves, with each checkpoint, what the rest of an epoch needs; restores it on resume."""
 
     def __init__(self, ctx: RankContext, trainer: Trainer) -> None:

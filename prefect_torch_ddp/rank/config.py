@@ -43,7 +43,7 @@ class RankConfig:
     """Whether each step's samples are recorded."""
     source: Readable | None = None
     """Where the raw data is."""
-    in_place: DatasetReport | None = None
+    source_dataset: DatasetReport | None = None
     """The tables of `source`, if they are the dataset."""
 
     def __post_init__(self) -> None:

@@ -177,14 +177,14 @@ class RankContext:
             InvalidParamsError: this rank was given no dataset.
             StorageError: the dataset was never published.
         """
-        from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place  # noqa: PLC0415
+        from prefect_torch_ddp.data.datasets.dataset_store import published_dataset  # noqa: PLC0415
 
         if self.stage == "prepare" or self.config.dataset_id is None:
             source, has_folder = self.config.source, self._assembly.folder is not None
             if self.stage == "prepare" or has_folder or source is None:
                 return storage_at(self.data)
             return cast("Storage", source)  # of a run it is one
-        return dataset_in_place(self.config.storage, self.config.dataset_id)
+        return published_dataset(self.config.storage, self.config.dataset_id)
 
     @property
     def source(self) -> Readable:

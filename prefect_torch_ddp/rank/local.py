@@ -22,7 +22,7 @@ from prefect_torch_ddp.storage.locate import (
     storage_at,
     storage_from_uri,
 )
-from prefect_torch_ddp.storage.names import is_part
+from prefect_torch_ddp.storage.names import is_folder_name
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 
@@ -124,7 +124,7 @@ def local_assembly(
 
 
 def _check_run_id(run_id: object) -> None:
-    if not isinstance(run_id, str) or not is_part(run_id):
+    if not isinstance(run_id, str) or not is_folder_name(run_id):
         msg = f"run_id is {run_id!r}, and it names one folder: write it like run_id='first-try'"
         raise InvalidParamsError(msg)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.reading import list_parts, read_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
 from prefect_torch_ddp.storage.formats import LEDGER, build
 from prefect_torch_ddp.storage.protocol import Storage
@@ -81,7 +81,7 @@ def read_ledger(storage: Storage, run_id: str) -> LedgerReport:
     Raises:
         StorageError: the storage can't be read.
     """
-    parts = record_parts(storage, run_id, "ledger")
+    parts = list_parts(storage, run_id, "ledger")
     # Steps only grow, so the first part of each rank has its attempt's first step.
     first_parts = {part.key.rpartition("-")[0]: part for part in reversed(parts)}
     firsts = first_steps(read_parts(storage, list(first_parts.values()), LEDGER, _parse))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.metric_names import is_validation
-from prefect_torch_ddp.records.reading import Stretch, read_parts, record_parts, superseded
+from prefect_torch_ddp.records.reading import Stretch, list_parts, read_parts, superseded
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.formats import METRICS
 from prefect_torch_ddp.storage.protocol import Storage
@@ -37,7 +37,7 @@ ROW = np.dtype(
 """What every record has besides its metrics; epochs count from 1, the time is in Unix seconds.
 
 Samples that aren't known, though the record is of a step, are `UNKNOWN_SAMPLES` of
-`records/log.py`. Those of a record from before the attempt's place was known are `BEFORE_START`.
+`records/log.py`. Those of a record from before the attempt's start was known are `BEFORE_START`.
 """
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -145,7 +145,7 @@ def read_new_records(storage: Storage, run_id: str, known: set[str]) -> Records:
 
     What ranks measured themselves is among them, by names that begin with `MEASURED`.
     """
-    new = [part for part in record_parts(storage, run_id, "metrics") if part.key not in known]
+    new = [part for part in list_parts(storage, run_id, "metrics") if part.key not in known]
     records = records_of(read_parts(storage, new, METRICS, _parse))
     known.update(part.key for part in new)
     return records
@@ -173,12 +173,15 @@ def first_steps(records: Records) -> dict[Stretch, tuple[bool, int]]:
     """
     firsts = {}
     for attempt in np.unique(records.rows["attempt"]).tolist():
-        for stretch in (Stretch(attempt, is_placed=False), Stretch(attempt, is_placed=True)):
+        for stretch in (
+            Stretch(attempt, is_start_known=False),
+            Stretch(attempt, is_start_known=True),
+        ):
             of_it = rows_of(records, stretch)
             if not of_it.any():
                 continue
             trained = of_it & (records.rows["num_samples"] != 0)
-            is_untrained = not stretch.is_placed or not trained.any()
+            is_untrained = not stretch.is_start_known or not trained.any()
             steps = records.rows["step"][of_it if is_untrained else trained]
             firsts[stretch] = is_untrained, int(steps.min())
     return firsts
@@ -186,9 +189,9 @@ def first_steps(records: Records) -> dict[Stretch, tuple[bool, int]]:
 
 def rows_of(records: Records, stretch: Stretch) -> NDArray[np.bool_]:
     """Tell which rows are of a stretch."""
-    is_placed = records.rows["num_samples"] != BEFORE_START
+    is_start_known = records.rows["num_samples"] != BEFORE_START
     is_of_attempt = records.rows["attempt"] == stretch.attempt
-    found: NDArray[np.bool_] = is_of_attempt & (is_placed == stretch.is_placed)
+    found: NDArray[np.bool_] = is_of_attempt & (is_start_known == stretch.is_start_known)
     return found
 
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-def record_parts(storage: Storage, run_id: str, kind: str) -> list[StoredObject]:
+def list_parts(storage: Storage, run_id: str, kind: str) -> list[StoredObject]:
     """Return all parts that ranks wrote of a kind, in order of rank, attempt and part."""
     prefix = f"{records_folder(run_id, kind)}/"
     return [found for found in storage.list(prefix) if found.key.endswith(SUFFIX)]
@@ -74,7 +74,7 @@ class Stretch(NamedTuple):
     """What an attempt recorded before it was known where it begins, or since then."""
 
     attempt: int
-    is_placed: bool
+    is_start_known: bool
     """Whether that was known: its checkpoint had been looked for, or it was clear without one."""
 
 
@@ -89,40 +89,44 @@ def resumed_at(firsts: Mapping[Stretch, tuple[bool, float]]) -> dict[int, int]:
             step, the loop is the user's own, and the steps of its records are the numbers of its
             checkpoints.
     """
-    placed = {stretch: first for stretch, first in firsts.items() if stretch.is_placed} or firsts
-    has_steps = not all(is_untrained for is_untrained, _ in placed.values())
+    known = {
+        stretch: first for stretch, first in firsts.items() if stretch.is_start_known
+    } or firsts
+    has_steps = not all(is_untrained for is_untrained, _ in known.values())
     return {
         stretch.attempt: int(step) + (is_untrained and has_steps)
-        for stretch, (is_untrained, step) in placed.items()
+        for stretch, (is_untrained, step) in known.items()
     }
 
 
 def superseded(firsts: Mapping[Stretch, tuple[bool, float]]) -> dict[Stretch, float]:
     """Return the step from which on each stretch's records are superseded; infinity for none.
 
-    What an attempt recorded before its place was known supersedes nothing. Attempts repeat it, so
+    What an attempt recorded before its start was known supersedes nothing. Attempts repeat it, so
     only one attempt's counts.
 
     Args:
         firsts: as for `resumed_at`.
     """
     ends = superseded_from(resumed_at(firsts))
-    found = {stretch: ends[stretch.attempt] if stretch.is_placed else 0.0 for stretch in firsts}
+    found = {
+        stretch: ends[stretch.attempt] if stretch.is_start_known else 0.0 for stretch in firsts
+    }
     if (counting := _counting_early(firsts)) is not None:
         found[counting] = math.inf
     return found
 
 
 def _counting_early(stretches: Collection[Stretch]) -> Stretch | None:
-    """Return which of the stretches before a place was known counts.
+    """Return which of the stretches before a start was known counts.
 
     An attempt without later records may have been killed before it had made all such reports. So
     that of the first attempt with later records counts; until there is one, the newest. This is
     final once `steps` has made a checkpoint, before which trackers are told nothing: rank 0 has
     recorded a step by then.
     """
-    early = sorted(stretch for stretch in stretches if not stretch.is_placed)
-    whole = [stretch for stretch in early if stretch._replace(is_placed=True) in stretches]
+    early = sorted(stretch for stretch in stretches if not stretch.is_start_known)
+    whole = [stretch for stretch in early if stretch._replace(is_start_known=True) in stretches]
     return next(iter(whole + early[-1:]), None)
 
 

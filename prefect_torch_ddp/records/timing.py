@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.reading import list_parts, read_parts, superseded_from
 from prefect_torch_ddp.results import Goodput
 from prefect_torch_ddp.storage.formats import TIMING, build
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
@@ -84,7 +84,7 @@ class TimingLine:
 
 def newest_lines(storage: Storage, run_id: str) -> list[TimingLine]:
     """Return the newest record of each rank of the newest attempt that has any, by rank."""
-    parts = record_parts(storage, run_id, "timing")
+    parts = list_parts(storage, run_id, "timing")
     attempts = [part.key.rpartition("/")[2].partition("-")[0] for part in parts]
     newest = max(attempts, default="")
     own = [part for part, each in zip(parts, attempts, strict=True) if each == newest]
@@ -124,7 +124,7 @@ def read_goodput(
     Raises:
         StorageError: the storage can't be read.
     """
-    parts = record_parts(storage, run_id, "timing")
+    parts = list_parts(storage, run_id, "timing")
     by_attempt: dict[int, list[TimingLine]] = {}
     for line in _last_lines(storage, parts).values():
         by_attempt.setdefault(line.attempt, []).append(line)

@@ -23,7 +23,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.storage.names import (
-    RESERVED_PART,
+    RESERVED_FOLDER,
     absolute_folder,
     check_key,
     check_prefix,
@@ -159,7 +159,7 @@ class DirectoryStorage(Storage):
     def check_writable(self) -> None:
         """See `Storage.check_writable`; removes what killed processes left unfinished."""
         super().check_writable()
-        for path in (self.root / RESERVED_PART).glob("*"):
+        for path in (self.root / RESERVED_FOLDER).glob("*"):
             if not OF_TEMPORARY.fullmatch(path.name):
                 continue  # the folder may be a home, which has files of others there
             with suppress(OSError):
@@ -189,7 +189,7 @@ class DirectoryStorage(Storage):
     @contextmanager
     def _finished_file(self, data: bytes | memoryview) -> Iterator[Path]:
         """Give a file that holds the data on disk, and remove it if it wasn't moved."""
-        folder = self.root / RESERVED_PART
+        folder = self.root / RESERVED_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / uuid.uuid4().hex
         try:
@@ -309,7 +309,7 @@ def _walk(
     for name in _sorted_names(root / folder_key, follows_links=follows_links):
         key, is_folder = folder_key + name, name.endswith("/")
         may_match = key.startswith(prefix) or (is_folder and prefix.startswith(key))
-        if not may_match or key == f"{RESERVED_PART}/":
+        if not may_match or key == f"{RESERVED_FOLDER}/":
             continue
         try:
             found = (root / key).stat(follow_symlinks=follows_links)

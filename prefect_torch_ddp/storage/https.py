@@ -201,7 +201,7 @@ class HttpsFile(Readable):
             answer.close()
             msg = f"{self.url} can't be read in parts: the server sends the whole file"
             raise StorageError(msg)
-        if not self._is_plain(encoding := answer.headers.get("Content-Encoding", "identity")):
+        if not self._is_unpacked(encoding := answer.headers.get("Content-Encoding", "identity")):
             answer.close()
             msg = (
                 f"{self.url} is sent packed (Content-Encoding: {encoding}); copy it to a bucket or "
@@ -210,7 +210,7 @@ class HttpsFile(Readable):
             raise StorageError(msg)
         return answer
 
-    def _is_plain(self, encoding: str) -> bool:
+    def _is_unpacked(self, encoding: str) -> bool:
         """Tell whether an answer has the file's own bytes."""
         if encoding.lower() in {"gzip", "x-gzip"}:  # some servers name the format of the file so
             return self.key.lower().endswith((".gz", ".tgz"))

@@ -9,12 +9,12 @@ from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
 
 MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
-MAX_PART_BYTES = 255  # the longest file name of common file systems
+MAX_NAME_BYTES = 255  # the longest file name of common file systems
 MAX_SHOWN = 120
-_USUAL_PART = rf"\w[\w.=-]{{0,{MAX_PART_BYTES - 1}}}"
+_USUAL_PART = rf"\w[\w.=-]{{0,{MAX_NAME_BYTES - 1}}}"
 _USUAL_KEY = re.compile(rf"{_USUAL_PART}(/{_USUAL_PART})*", re.ASCII)
 """What nearly all keys are: a dataset's manifest may have hundreds of thousands."""
-RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
+RESERVED_FOLDER = ".tmp"  # where a directory keeps what isn't whole yet
 
 
 @exported_by("prefect_torch_ddp")
@@ -58,7 +58,7 @@ def is_key(name: str) -> bool:
     return _fault(name) is None
 
 
-def is_part(name: str) -> bool:
+def is_folder_name(name: str) -> bool:
     """Return whether a name can be that of one folder in a key."""
     return "/" not in name and is_key(name)
 
@@ -82,9 +82,9 @@ def _fault(key: str) -> str | None:
         f"it has {num_bytes} bytes, and {MAX_KEY_BYTES} are allowed": num_bytes > MAX_KEY_BYTES,
         "a part between its slashes is empty": "" in parts,
         "a part of it is '.' or '..'": "." in parts or ".." in parts,
-        f"{RESERVED_PART} is where unfinished files lie": parts[0] == RESERVED_PART,
-        f"a part of it has more than {MAX_PART_BYTES} bytes": any(
-            len(part.encode(errors="replace")) > MAX_PART_BYTES for part in parts
+        f"{RESERVED_FOLDER} is where unfinished files lie": parts[0] == RESERVED_FOLDER,
+        f"a part of it has more than {MAX_NAME_BYTES} bytes": any(
+            len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in parts
         ),
     }
     return next((fault for fault, applies in faults.items() if applies), None)

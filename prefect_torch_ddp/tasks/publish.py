@@ -37,7 +37,7 @@ from prefect_torch_ddp.tracking.bus import RunEvents
 from prefect_torch_ddp.tracking.description import (
     CANCELS,
     complete_record,
-    end_record,
+    end_run_record,
     state_of,
 )
 
@@ -132,7 +132,7 @@ def _publish_failure(
     if record is None:
         draft = draft_of(run, run.find_dataset())
         record = draft.model_copy(update={"began": began})
-    record = end_record(storage, record, error, is_tried_again=is_tried_again)
+    record = end_run_record(storage, record, error, is_tried_again=is_tried_again)
     cause = f"{type(error).__name__}: {error}"
     view = ended_view(StoredRun.of(storage, run_id), record, cause)
     view = replace(view, links=Links(ui_url()), is_tried_again=is_tried_again)

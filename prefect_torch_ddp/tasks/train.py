@@ -17,7 +17,7 @@ from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
 from prefect_torch_ddp.tasks.workload import path_of
 from prefect_torch_ddp.tracking.description import draft_record, plain_values
-from prefect_torch_ddp.tracking.finished import finished_training, record_finished
+from prefect_torch_ddp.tracking.finished import finished_training, write_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import weights_from
 
@@ -62,7 +62,7 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
         get_run_logger().info(words, done.attempt)
         return done
     done = _train_on_gang(run, dataset)
-    record_finished(run.storage, run.run_id, done)
+    write_finished(run.storage, run.run_id, done)
     return done
 
 

@@ -46,7 +46,7 @@ class Run:
     resume_from: ResumePoint | None = None
     source: Readable | None = None
     """Where the raw data is."""
-    in_place: DatasetReport | None = None
+    source_dataset: DatasetReport | None = None
     """The source's tables, if they are the dataset: the workload has no `prepare`."""
 
     @classmethod
@@ -62,7 +62,7 @@ class Run:
         storage = resolve_storage(params.storage)
         check_trackers(params.trackers, storage)
         storage.check_writable()
-        source, in_place = new_source(params, has_prepare=workload.has_prepare)
+        source, source_dataset = new_source(params, has_prepare=workload.has_prepare)
         if params.source is not None:
             # On record for evaluations and resumes, which may be started in another folder.
             absolute = {"source": absolute_reference(params.source)}
@@ -73,8 +73,8 @@ class Run:
         run_id = run_id_of(context.flow_run.name, context.flow_run.id)
         experiment = experiment_of(params.workload)
         resume_from = resume_point(params, storage, run_id, experiment)
-        raw = None if source is None or in_place else fingerprint_of(source)
-        named = in_place and in_place.dataset_id
+        raw = None if source is None or source_dataset else fingerprint_of(source)
+        named = source_dataset and source_dataset.dataset_id
         return cls(
             run_id=run_id,
             params=params,
@@ -83,7 +83,7 @@ class Run:
             experiment=experiment,
             resume_from=resume_from,
             source=source,
-            in_place=in_place,
+            source_dataset=source_dataset,
         )
 
     @classmethod
@@ -113,21 +113,21 @@ class Run:
         params, dataset, experiment = recorded_params(own, point.run_id, replaced=changes)
         params = params.model_copy(update=changes)
         params = with_ranks_placed(params)
-        source, in_place = recorded_source(params, own, point.run_id, dataset)
+        source, source_dataset = recorded_source(params, own, point.run_id, dataset)
         run = cls(
             run_id=point.run_id,
             params=params,
             storage=own,
-            dataset_id=(in_place or dataset).dataset_id,
+            dataset_id=(source_dataset or dataset).dataset_id,
             experiment=experiment,
             source=source,
-            in_place=in_place,
+            source_dataset=source_dataset,
         )
         return run, point
 
     def find_dataset(self) -> DatasetReport | None:
         """Return the dataset if it is there; None if it has to be prepared."""
-        return self.in_place or find_dataset(self.storage, self.dataset_id)
+        return self.source_dataset or find_dataset(self.storage, self.dataset_id)
 
     def rank_config(
         self,
@@ -153,8 +153,8 @@ class Run:
             # data_options.
             return config(dataset_id=self.dataset_id, options=params.data_options, seed=0)
         return config(
-            dataset_id=None if self.in_place else self.dataset_id,
-            in_place=self.in_place,
+            dataset_id=None if self.source_dataset else self.dataset_id,
+            source_dataset=self.source_dataset,
             options={**params.data_options, **params.options},
             resume_from=self.resume_from if stage == "train" else None,
             restore=restore and ResumePoint(self.storage, self.run_id, *restore),

@@ -55,9 +55,9 @@ class RunAttemptLog:
         failures = read_failures(self.storage, self.run_id)
         return failures[-1] if failures else None
 
-    def record_failure(self, record: FailureRecord) -> None:
+    def keep_failure(self, failure: FailureRecord) -> None:
         """Put a failure on record."""
-        write_failure(self.storage, self.run_id, record)
+        write_failure(self.storage, self.run_id, failure)
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
         """Write them as the ranks would have, each rank's in order.

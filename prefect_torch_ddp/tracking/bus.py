@@ -75,15 +75,15 @@ class RunEvents:
                     self._next_s[name] = now_s + INTERVAL_S[name]
                     self._send(name, self._held.pop(name))
 
-    def emit_end(self, record: RunRecord, report: str = "", **at: Any) -> None:
+    def emit_end(self, record: RunRecord, report_uri: str = "", **at: Any) -> None:
         """Tell how a run ended.
 
         Args:
             record: of the run.
-            report: where its report is, if it was written.
+            report_uri: where its report is, if it was written.
             at: where it was: step, attempt and world size.
         """
-        more = {"report": report} if report else {}
+        more = {"report": report_uri} if report_uri else {}
         if record.state != "completed" and record.checkpoint is not None:
             more["resume_from"] = record.run_id
         self.emit("training.finished", **at, state=record.state, cause=record.cause, **more)

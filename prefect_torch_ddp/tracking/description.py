@@ -115,7 +115,7 @@ def complete_record(
     return record
 
 
-def end_record(
+def end_run_record(
     storage: Storage, record: RunRecord, error: BaseException, *, is_tried_again: bool
 ) -> RunRecord:
     """Put on record how a run ended outside of its training.

@@ -12,15 +12,15 @@ from prefect_torch_ddp.storage.formats import DAMAGE, FINISHED, build_model, loc
 from prefect_torch_ddp.storage.protocol import Storage
 
 
-def record_finished(storage: Storage, run_id: str, report: TrainingSummary) -> None:
+def write_finished(storage: Storage, run_id: str, summary: TrainingSummary) -> None:
     """Put a finished training on record; failing that, warn: the training itself is kept.
 
     Raises:
         SupersededError: a newer attempt has begun.
     """
     try:
-        refuse_superseded(storage, run_id, report.attempt)
-        values = from_json(report.model_dump_json())
+        refuse_superseded(storage, run_id, summary.attempt)
+        values = from_json(summary.model_dump_json())
         storage.write(finished_key(run_id), FINISHED.to_bytes(values))
     except StorageError as error:
         words = "the end of the training could not be recorded: %s"
@@ -37,15 +37,15 @@ def finished_training(storage: Storage, run_id: str) -> TrainingSummary | None:
     key = finished_key(run_id)
     try:
         values = FINISHED.from_bytes(storage.read(key), location(storage, key))
-        report, _ = build_model(TrainingSummary, values)
-        _check_left(storage, run_id, report.last_checkpoint)
+        summary, _ = build_model(TrainingSummary, values)
+        _check_left(storage, run_id, summary.last_checkpoint)
     except ObjectNotFoundError:
         return None
     except (CheckpointError, *DAMAGE) as error:
         words = "the record of a finished training isn't valid, so the training runs again: %s"
         get_run_logger().warning(words, error)
         return None
-    return report
+    return summary
 
 
 def _check_left(storage: Storage, run_id: str, last: CheckpointRef | None) -> None:

@@ -127,11 +127,11 @@ class RunRecorder:
         self._has_news = True
         self._ends_here = is_last
 
-    def flush(self, report: str = "") -> None:
+    def flush(self, report_uri: str = "") -> None:
         """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds.
 
         Args:
-            report: where the run's report is, if it was written.
+            report_uri: where the run's report is, if it was written.
         """
         newest = self._newest
         is_whole = self.record.state == "completed" and newest and newest.step == newest.total_steps
@@ -139,7 +139,7 @@ class RunRecorder:
             self._say_epoch(self._own[-1].attempt, newest.epoch)
         if self.is_last:
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
-            self._events.emit_end(self.record, report, **{**self._where(), "step": step})
+            self._events.emit_end(self.record, report_uri, **{**self._where(), "step": step})
         self._events.flush()
 
     def write(self) -> None:

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from datetime import UTC, datetime
 
-from prefect_torch_ddp.checkpoint.attempts import record_resume
+from prefect_torch_ddp.checkpoint.attempts import write_resume
 from prefect_torch_ddp.checkpoint.keys import CheckpointId, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.records.metrics import by_steps, read_new_records, surviving_records
@@ -44,7 +44,7 @@ def checkpoint(shelf: Shelf, step: int, attempt: int = 1, **position) -> None:
 
 def resume(shelf: Shelf, attempt: int, step: int, of_attempt: int) -> None:
     """Have an attempt resume from a checkpoint."""
-    record_resume(shelf, RUN, attempt, CheckpointId(step, of_attempt))
+    write_resume(shelf, RUN, attempt, CheckpointId(step, of_attempt))
 
 
 def say(shelf: Shelf, state: str = "training", **more: object) -> None:

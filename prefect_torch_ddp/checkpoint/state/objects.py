@@ -25,7 +25,7 @@ from prefect_torch_ddp.checkpoint.state.serial import (
     PYTHONS,
     from_bytes,
     from_file,
-    is_plain,
+    is_dense_tensor,
     map_tensors,
     to_bytes,
 )
@@ -209,7 +209,7 @@ def _unsure(part: Any) -> Iterator[Any]:
     elif kind in (list, tuple):
         inner = part
     else:
-        if kind not in _SURE and not is_plain(part):
+        if kind not in _SURE and not is_dense_tensor(part):
             yield part
         return
     if not _SURE.issuperset(map(type, inner)):

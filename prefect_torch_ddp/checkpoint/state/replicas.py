@@ -20,7 +20,7 @@ from blake3 import blake3
 from torch import nn
 
 from prefect_torch_ddp.checkpoint.state.own_state import OwnState
-from prefect_torch_ddp.checkpoint.state.serial import NUMPYS, PYTHONS, is_plain
+from prefect_torch_ddp.checkpoint.state.serial import NUMPYS, PYTHONS, is_dense_tensor
 from prefect_torch_ddp.checkpoint.state.whole import state_alone
 
 _NUM_ROWS = 63  # odd: the sum of a column shows where all its signs are another
@@ -277,7 +277,7 @@ def _sums_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return bytes that change with any bit of a tensor; none for what has no plain values yet."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return []
-    if not is_plain(tensor):
+    if not is_dense_tensor(tensor):
         # A subclass's or sparse memory may be none, or mean something else.
         return []
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

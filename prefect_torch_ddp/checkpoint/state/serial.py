@@ -114,7 +114,7 @@ class Staging:
         copies: dict[_View, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if not is_plain(tensor):
+            if not is_dense_tensor(tensor):
                 return tensor.detach().to("cpu", copy=True)
             # Tied weights are stored once, as torch.save does.
             view = _view_of(tensor)
@@ -153,7 +153,7 @@ def _view_of(tensor: torch.Tensor) -> _View:
     return *place, tensor.is_conj(), tensor.is_neg()
 
 
-def is_plain(value: Any) -> bool:
+def is_dense_tensor(value: Any) -> bool:
     """Tell whether a value is a dense tensor of no subclass."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
@@ -241,10 +241,10 @@ def group_sizes(item: Any) -> list[int]:
 
 
 def _group_sizes(groups: Any) -> list[int]:
-    is_plain = isinstance(groups, list) and all(
+    is_as_usual = isinstance(groups, list) and all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     )
-    return [len(group["params"]) for group in groups] if is_plain else []
+    return [len(group["params"]) for group in groups] if is_as_usual else []
 
 
 def group_options(item: Any) -> list[dict[str, Any]]:
@@ -295,8 +295,8 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _groups(item: Any) -> list[dict[str, Any]]:
     groups = getattr(item, "param_groups", None)
-    is_plain = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    return groups if groups and is_plain else []
+    is_as_usual = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return groups if groups and is_as_usual else []
 
 
 def _wrappers(item: Any) -> list[tuple[str, str]]:

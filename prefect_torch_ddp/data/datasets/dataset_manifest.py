@@ -76,7 +76,7 @@ class DatasetManifest(Result):
         """The key of the folder of files."""
         return f"{dataset_key(self.dataset_id)}/{self.folder}"
 
-    def report(self, storage: Storage) -> DatasetReport:
+    def to_dataset_report(self, storage: Storage) -> DatasetReport:
         """Return the facts about the dataset that a run reports."""
         return DatasetReport(
             dataset_id=self.dataset_id,

@@ -27,7 +27,7 @@ from prefect_torch_ddp.data.datasets.dataset_manifest import (
 from prefect_torch_ddp.data.datasets.published_files import PublishedFiles
 from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.storage.names import RESERVED_PART
+from prefect_torch_ddp.storage.names import RESERVED_FOLDER
 from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ PREPARED = "files"
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
     """Return what the manifest of a published dataset says, None if there is none."""
     manifest = read_dataset_manifest(storage, dataset_id)
-    return None if manifest is None else manifest.report(storage)
+    return None if manifest is None else manifest.to_dataset_report(storage)
 
 
 def publish_dataset(
@@ -63,7 +63,7 @@ def publish_dataset(
     """
     dataset_key(dataset_id)  # refuses an id that is no name
     inside = storage.local_folder
-    root = inside / RESERVED_PART / "datasets" if inside else user_cache() / "preparing"
+    root = inside / RESERVED_FOLDER / "datasets" if inside else user_cache() / "preparing"
     with staged(root, dataset_id, fcntl.LOCK_SH) as staging:
         # Uploads of several publishers must not mix.
         files = staging / "dataset" / (PREPARED if inside else f"files-{uuid.uuid4().hex}")
@@ -86,7 +86,7 @@ def publish_dataset(
                 raise
             msg = f"can't move dataset {dataset_id} into {storage.uri}: {error.strerror or error}"
             raise StorageError(msg) from error
-    return find_dataset(storage, dataset_id) or manifest.report(storage)
+    return find_dataset(storage, dataset_id) or manifest.to_dataset_report(storage)
 
 
 def new_files_folder(dataset_id: str) -> tuple[str, str]:
@@ -115,7 +115,7 @@ def publish_written(
     """
     manifest = manifest_of(dataset_id, folder, files)
     _commit(storage, manifest)
-    return find_dataset(storage, dataset_id) or manifest.report(storage)
+    return find_dataset(storage, dataset_id) or manifest.to_dataset_report(storage)
 
 
 def drop_files(storage: Storage, dataset_id: str, folder: str) -> None:
@@ -164,7 +164,7 @@ def _drop_late_parts(storage: Storage, manifest: DatasetManifest, folder: Path) 
                 raise StorageError(msg) from error
 
 
-def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
+def published_dataset(storage: Storage, dataset_id: str) -> Storage:
     """Return a published dataset as its own storage, where it lies: nothing is copied.
 
     It lists only the files of the manifest.

@@ -43,7 +43,7 @@ class PublishedFiles(Storage):
     dataset_id: str
     files: str
     """The name of the folder."""
-    part: str = ""
+    subfolder: str = ""
     """The key of the folder in it that this storage is; empty: all of it."""
 
     @classmethod
@@ -55,7 +55,7 @@ class PublishedFiles(Storage):
     def _inner(self) -> Storage:
         """The folder with everything that is in it."""
         key = f"{dataset_key(self.dataset_id)}/{self.files}"
-        return self.storage.below(f"{key}/{self.part}" if self.part else key)
+        return self.storage.below(f"{key}/{self.subfolder}" if self.subfolder else key)
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -85,7 +85,7 @@ class PublishedFiles(Storage):
         self, found: Iterable[Entry], prefix: str, name_of: Callable[[Entry], str]
     ) -> Iterator[Entry]:
         """Yield what the manifest names; at the end, raise StorageError if a file is missing."""
-        above, seen = f"{self.part}/" if self.part else "", set[str]()
+        above, seen = f"{self.subfolder}/" if self.subfolder else "", set[str]()
         for each in found:
             name = above + name_of(each)
             if name in self._names:
@@ -144,8 +144,8 @@ class PublishedFiles(Storage):
     def below(self, folder: str) -> Storage:
         """See `Storage.below`."""
         key = check_key(folder)
-        part = f"{self.part}/{key}" if self.part else key
-        found = _knowing(replace(self, part=part), self._names)
+        subfolder = f"{self.subfolder}/{key}" if self.subfolder else key
+        found = _knowing(replace(self, subfolder=subfolder), self._names)
         found.__dict__["_files"] = self._files
         return found
 

@@ -24,7 +24,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.lazy import exported_by
-from prefect_torch_ddp.storage.names import RESERVED_PART
+from prefect_torch_ddp.storage.names import RESERVED_FOLDER
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ def _local_classes(source: Readable, prefix: str) -> Iterator[ListedObject]:
     root = source.local_folder and source.local_folder / prefix
     if root and root.is_dir():
         for entry in root.iterdir():
-            if entry.is_dir() and entry.name != RESERVED_PART:
+            if entry.is_dir() and entry.name != RESERVED_FOLDER:
                 yield ListedObject(f"{entry.name}/", 0, "")
 
 
@@ -327,7 +327,7 @@ def image_folder(
     source, prefix = readable_at(uri, storage, **access)
     folder = source.local_folder and source.local_folder / prefix
     # Unfinished files of a storage would be a class to torchvision.
-    is_ours = folder is None or (folder / RESERVED_PART).exists()
+    is_ours = folder is None or (folder / RESERVED_FOLDER).exists()
     if is_ours or options.get("on_error", "raise") != "raise":
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
     theirs = {"loader", "is_valid_file", "allow_empty"}

@@ -211,7 +211,7 @@ def _write_blocks(rows: TablePieces, folder: Path) -> None:
             starts.append(files[-1].tell())
 
         def write(number: int) -> None:
-            for row, arrays in rows.parts(number):
+            for row, arrays in rows.decode_chunks(number):
                 for file, start, array in zip(files, starts, arrays, strict=True):
                     at = start + row * array.strides[0]
                     _write_at(file.fileno(), array.data.cast("B"), at)

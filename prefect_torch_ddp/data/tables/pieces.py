@@ -146,7 +146,7 @@ class TablePieces:
             own = [array[first : first + rows.num_rows] for array in arrays]
             self._fill(rows, own, self._where(number))
 
-    def parts(self, number: int) -> Iterator[tuple[int, list[Array]]]:
+    def decode_chunks(self, number: int) -> Iterator[tuple[int, list[Array]]]:
         """Yield a piece's rows, some thousands at a time; raises as `decode` does.
 
         Yields:

@@ -91,7 +91,7 @@ def is_free(worker: WorkerIdentity, resources: Mapping[str, float]) -> bool:
     )
 
 
-def place(
+def place_ranks(
     workers: Sequence[WorkerIdentity],
     world_size: int,
     ranks_per_worker: int,

@@ -54,7 +54,7 @@ class CheckpointNumbers:
     """Whether `steps` was called."""
     own_progress: OwnProgress | None = None
     """What user code said of its own loop; None once `steps` counts."""
-    is_placed: bool = False
+    is_start_known: bool = False
     """Whether it is known where the training begins: its checkpoint was looked for, `steps` was
     called, or user code said its step."""
     restored_reports: Mapping[str, Reported] = field(default_factory=dict)
@@ -133,11 +133,11 @@ class CheckpointNumbers:
 
     def begin_steps(self) -> None:
         """Note that `steps` was called."""
-        self.has_begun, self.is_placed, self.own_progress = True, True, None
+        self.has_begun, self.is_start_known, self.own_progress = True, True, None
 
     def note_own_progress(self, step: int, total: int | None, epoch: int) -> None:
         """Take in how far a loop of the user's own is."""
-        self.own_progress, self.is_placed = OwnProgress(step, total, epoch), True
+        self.own_progress, self.is_start_known = OwnProgress(step, total, epoch), True
 
     def enter_call(self) -> None:
         """Leave the user's own loop for a call of `steps`, behind which the counts begin again.

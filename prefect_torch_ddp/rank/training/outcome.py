@@ -91,7 +91,7 @@ def _best_checkpoint(config: RankConfig, *, warns: bool = False) -> Manifest | N
 
 
 def _about(config: RankConfig) -> dict[str, Any]:
-    dataset = config.in_place
+    dataset = config.source_dataset
     if config.dataset_id is not None:
         dataset = find_dataset(config.storage, config.dataset_id)
     shown = {"dataset_id", "digest", "num_files", "num_bytes"}

@@ -250,7 +250,7 @@ class Saver:
         if made is None and not is_stopped:  # else every second counts
             self._committer.make_room(number)
         if numbers.has_begun and not is_stopped and not self._replay.is_before_call:
-            self._committer.record_end(number, None if made is None else made.attempt)
+            self._committer.write_end(number, None if made is None else made.attempt)
         if made is None:
             return str(number)
         if not self._committer.is_clean:

@@ -312,7 +312,7 @@ class TrainingState:
                 self._reporter.restore(manifest)
             else:  # what another run has validated is no value of this one
                 self._reporter.mark_checkpoint()
-        self._numbers.is_placed = True
+        self._numbers.is_start_known = True
         return restorer
 
     def _resume(self) -> None:

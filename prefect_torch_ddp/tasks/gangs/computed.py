@@ -111,7 +111,7 @@ def _after_failure(storage: Storage, dataset_id: str, folder: str) -> DatasetRep
         # Publishing may fail after the manifest was written: the files belong to it then.
         if there is None or there.folder != folder:
             drop_files(storage, dataset_id, folder)
-    return None if there is None else there.report(storage)
+    return None if there is None else there.to_dataset_report(storage)
 
 
 @contextmanager

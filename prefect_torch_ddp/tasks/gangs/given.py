@@ -21,7 +21,7 @@ from dask.base import is_dask_collection, tokenize
 from prefect.utilities.collections import visit_collection
 
 from prefect_torch_ddp.data.datasets.dataset_manifest import dataset_manifest_key
-from prefect_torch_ddp.data.datasets.dataset_store import dataset_in_place, find_dataset
+from prefect_torch_ddp.data.datasets.dataset_store import find_dataset, published_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.call import Call
@@ -169,7 +169,7 @@ class GivenCollections:
 
         def opened(value: Any) -> Any:
             named = isinstance(value, DatasetName)
-            return dataset_in_place(storage, value.dataset_id) if named else value
+            return published_dataset(storage, value.dataset_id) if named else value
 
         args, kwargs = _replaced((self.call.args, dict(self.call.kwargs)), opened)
         return Call(self.call.fn, args, kwargs)

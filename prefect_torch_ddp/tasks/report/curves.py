@@ -144,7 +144,7 @@ class MetricCurves:
             self._firsts[stretch] = min(first, self._firsts.get(stretch, first))
             of_it = rows_of(records, stretch)
             # How far the attempt is, be it no further than this, is kept in one place.
-            whole = self._attempts[stretch._replace(is_placed=True)]
+            whole = self._attempts[stretch._replace(is_start_known=True)]
             whole.add_newest(records.rows[of_it])
             steps = records.rows["step"][of_it]
             epochs, index = np.unique(records.rows["epoch"][of_it], return_inverse=True)
@@ -188,7 +188,7 @@ class MetricCurves:
         num_holes = {name: num for name, num in holes.items() if num}
         reported = [name for name in merged if not name.startswith(MEASURED) and name in values]
         last_values = {name: values[name][-1][1] for name in reported} | self._last(ends)
-        newest = max(self._attempts, default=Stretch(0, is_placed=True))
+        newest = max(self._attempts, default=Stretch(0, is_start_known=True))
         attempt = self._attempts.get(newest, _Attempt())
         step, epoch = attempt.position()
         return Curves(

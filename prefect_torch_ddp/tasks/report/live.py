@@ -163,7 +163,7 @@ class LiveReport:
             self._logger.warning(msg, ", ".join(names))
         record = self._recorder.record
         lines = last_lines(record, self._links, self._kept) if self._is_end else []
-        self._recorder.flush(report=self._kept if self._is_end else "")
+        self._recorder.flush(report_uri=self._kept if self._is_end else "")
         if error is not None and record.state == "failed":
             for line in lines:
                 error.add_note(line)  # below the traceback, which is what the log ends with

@@ -65,7 +65,7 @@ def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> 
     steps, epochs = training.num_steps, training.num_epochs
     newest = Progress(steps, epochs, steps, total_epochs=epochs)
     shown = TrainingProgress(training.world_size, training.attempt, "finished", newest=newest)
-    return replace(_view(stored, record, shown), report=report)
+    return replace(_view(stored, record, shown), train_report=report)
 
 
 def ended_view(stored: StoredRun, record: RunRecord, cause: str) -> RunView:

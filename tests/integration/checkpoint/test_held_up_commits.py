@@ -9,7 +9,7 @@ import torch
 
 from prefect_torch_ddp.checkpoint.attempts import (
     claim_attempt,
-    record_resume,
+    write_resume,
 )
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import (
@@ -60,7 +60,7 @@ def resume(storage: Storage, attempt: int, until: int, retention: CheckpointPara
     """Resume as an attempt and commit a checkpoint of each step; return the first one."""
     found = find_resumable(storage, "run")
     begun = FROM_NOTHING if found is None else found[0].id
-    record_resume(storage, "run", attempt, begun)
+    write_resume(storage, "run", attempt, begun)
     committer = Committer(storage, "run", attempt, retention)
     first = max(begun.step, 0) + 1
     for step in range(first, until + 1):

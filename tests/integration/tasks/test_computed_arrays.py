@@ -12,9 +12,9 @@ from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.data import array
 from prefect_torch_ddp.data.arrays.statistics import Statistics, statistics_in, statistics_key
 from prefect_torch_ddp.data.datasets.dataset_store import (
-    dataset_in_place,
     find_dataset,
     local_dataset,
+    published_dataset,
 )
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -40,7 +40,7 @@ def check_dataset(storage, num_files: int) -> None:
     expected = grids().compute(scheduler="sync")
     read = xr.open_zarr(local_dataset(storage, "d"), consolidated=False, chunks=None)
     xr.testing.assert_identical(read.load(), expected)
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     for name in ("t2m", "doubled"):
         values = expected[name].values.astype("float64")
         key = statistics_key(name)
@@ -229,7 +229,7 @@ def test_a_block_is_cast_if_no_value_changes(dtype, of_block, values, client, tm
     """Into the dtype that Dask says, also for the statistics. Floats may be rounded."""
     storage = DirectoryStorage(tmp_path)
     publish_computed(client, storage, "d", lazy(counting(dtype=dtype)(of_block)), logger)
-    samples = array(dataset_in_place(storage, "d"))
+    samples = array(published_dataset(storage, "d"))
     (batch,) = loader_of(samples, 12, shuffle=False)
     assert batch["values"].tolist() == values
     if dtype != "bool":

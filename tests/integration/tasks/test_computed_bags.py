@@ -14,10 +14,10 @@ from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.arrays.statistics import statistics_in
 from prefect_torch_ddp.data.datasets.dataset_manifest import published_manifest
 from prefect_torch_ddp.data.datasets.dataset_store import (
-    dataset_in_place,
     find_dataset,
     new_files_folder,
     publish_written,
+    published_dataset,
 )
 from prefect_torch_ddp.data.tables.writing import write_rows
 from prefect_torch_ddp.protocol.prepared import LazyDataset
@@ -69,7 +69,7 @@ def test_dicts_become_a_table(storage, client, caplog) -> None:
     assert [file.num_rows for file in files] == [2, 1, 2, 1]
     assert len(list(storage.list("datasets/d/files"))) == made.num_files == 4
     fill = {"x": -1.0, "kind": "a"}
-    rows = table(dataset_in_place(storage, "d"), categories={"kind": ["a", "b"]}, fill=fill)
+    rows = table(published_dataset(storage, "d"), categories={"kind": ["a", "b"]}, fill=fill)
     batch = batch_of(rows)
     assert batch["n"].tolist() == [0, 1, 2, 3, 4, 5]
     assert batch["x"].tolist() == [1, 2, 0.5, -1, -1, -1]
@@ -94,7 +94,7 @@ def test_the_dataset_of_a_faster_publisher_is_returned(client, tmp_path) -> None
     storage = Overtaken(tmp_path)
     made = published(client, storage, [{"n": 1}], [{"n": 2, "x": 0.5}])
     assert find_dataset(storage, "d") == made
-    assert batch_of(table(dataset_in_place(storage.inner, "d")))["n"].tolist() == [7]
+    assert batch_of(table(published_dataset(storage.inner, "d")))["n"].tolist() == [7]
     assert len(list(storage.list("datasets/d/"))) == 2, "the manifest and its file"
 
 
@@ -103,7 +103,7 @@ def test_arrays_become_an_array(storage, client) -> None:
     values = np.arange(7 * 2 * 3, dtype="float32").reshape(7, 2, 3)
     made = published(client, storage, [*values[:3]], [], [*values[3:4]], [*values[4:]])
     assert made.num_files == 4
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     assert np.array_equal(batch_of(array(where)).numpy(), values)
     cut = batch_of(array(where, window={"dim_0": 5}, patch={"dim_2": 1}, normalize=True)).numpy()
     assert cut.shape == (9, 5, 2, 1)

@@ -89,7 +89,7 @@ def views() -> dict[str, RunView]:
     failed.metrics = dict(curves.last)
     stopped = record.model_copy(update={"state": "failed"})
     return {
-        "finished": RunView(done, TrainingProgress(4, 2, "finished"), report=found, **more),
+        "finished": RunView(done, TrainingProgress(4, 2, "finished"), train_report=found, **more),
         "failed": RunView(stopped, failed, **more),
     }
 

@@ -70,7 +70,7 @@ def train(client: Client, storage: DirectoryStorage) -> None:
     run_gang(client, RUN_WITH_CONTEXT, world_size=2, **about)
 
 
-def record_of(storage: DirectoryStorage, experiment: str) -> RunRecord:
+def failure_record(storage: DirectoryStorage, experiment: str) -> RunRecord:
     """Make a run's record, as its task writes it at its start."""
     return RunRecord(
         run_id=RUN,
@@ -90,7 +90,7 @@ def test_mlflow_has_each_step_once_though_ranks_and_syncs_are_killed(
     """Ranks are killed 5 times and syncs at least 45 times, before and after each kind of call.
     MLflow, which can't delete a point, then has what `read_metrics` has, in one run."""
     storage = DirectoryStorage(tmp_path)
-    record = record_of(storage, "kills")
+    record = failure_record(storage, "kills")
     write_run_record(storage, record)
     command = [str(server.python), "-m", STRUCK, str(tmp_path), RUN, str(NUM_SYNC_KILLS)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -147,7 +147,7 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
     everything."""
     storage = DirectoryStorage(tmp_path)
     done = {"state": "failed", "ended": datetime.now(UTC), "cause": "ValueError: boom"}
-    record = record_of(storage, "outage").model_copy(update=done)
+    record = failure_record(storage, "outage").model_copy(update=done)
     write_run_record(storage, record)
     sync = ["-m", "prefect_torch_ddp", "sync", "latest", "--tracker", "mlflow", "--storage"]
     away = replace(
@@ -184,7 +184,7 @@ def test_a_tracker_that_is_away_is_named_and_brought_up_to_date_later(
 def test_a_run_is_followed_until_it_has_completed(server: MlflowServer, tmp_path: Path) -> None:
     """A process beside it shows its end in MLflow, and ends itself."""
     storage = DirectoryStorage(tmp_path)
-    record = record_of(storage, "followed")
+    record = failure_record(storage, "followed")
     write_run_record(storage, record)
     command = [str(server.python), "-m", "prefect_torch_ddp", "sync", RUN, "--follow"]
     command += ["--tracker", "mlflow", "--storage", str(tmp_path)]
@@ -212,7 +212,7 @@ def test_parameters_that_mlflow_would_call_the_same_are_told_apart(
     long = "x" * 300
     options = {"vocab": {"<": 0, ">": 1, "_": 2}, f"{long}a": 3, f"{long}b": 4}
     done = {"state": "completed", "ended": datetime.now(UTC), "num_steps": 1, "options": options}
-    record = record_of(storage, "signs").model_copy(update=done)
+    record = failure_record(storage, "signs").model_copy(update=done)
     write_run_record(storage, record)
     sync = ["-m", "prefect_torch_ddp", "sync", RUN, "--tracker", "mlflow", "--storage"]
     for _ in range(2):

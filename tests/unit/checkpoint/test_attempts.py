@@ -10,7 +10,7 @@ from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.checkpoint.attempts import (
     claim_attempt,
     newest_attempt,
-    record_resume,
+    write_resume,
 )
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import (
@@ -104,7 +104,7 @@ def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
     comes too late."""
     put(storage, (2, 1), (3, 1), (3, 2), (4, 2), (4, 3))
     for attempt, at in records:
-        record_resume(storage, "run", attempt, CheckpointId(*at))
+        write_resume(storage, "run", attempt, CheckpointId(*at))
     assert live(storage) == expected
 
 
@@ -113,8 +113,8 @@ def test_a_late_resume_record_deletes_nothing(storage: DirectoryStorage) -> None
     attempt 3 resumed from step 3."""
     last_attempt = [claim_attempt(storage, "run") for _ in range(3)][-1]
     put(storage, (2, 1), (3, 1))
-    record_resume(storage, "run", 3, CheckpointId(3, 1))
-    record_resume(storage, "run", 2, CheckpointId(2, 1))
+    write_resume(storage, "run", 3, CheckpointId(3, 1))
+    write_resume(storage, "run", 2, CheckpointId(2, 1))
     newest = list_manifests(storage, "run")[-1]
     # The training was complete: the clean-up once deleted step 3 as superseded.
     committer = Committer(storage, "run", last_attempt, CheckpointParams(keep_last=1))
@@ -127,7 +127,7 @@ def test_a_damaged_resume_record_is_left_out(
 ) -> None:
     """Another number there would supersede checkpoints, and the run would start over silently."""
     put(storage, (2, 1), (3, 1))
-    record_resume(storage, "run", 2, CheckpointId(3, 1))
+    write_resume(storage, "run", 2, CheckpointId(3, 1))
     storage.write(f"{attempts_prefix('run')}copy-of-000002.json", b"{}")  # a person's
     key = resume_key("run", 2)
     whole = storage.read(key)
@@ -141,7 +141,7 @@ def test_a_damaged_resume_record_is_left_out(
 def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStorage) -> None:
     """Lists and resumes take the newest attempt's checkpoint, or the older one if it is damaged."""
     put(storage, (3, 1), (4, 1), (4, 2))
-    record_resume(storage, "run", 2, CheckpointId(4, 1))
+    write_resume(storage, "run", 2, CheckpointId(4, 1))
     listed = [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "run")]
     assert listed == [(3, 1), (4, 2)]
     assert find_manifest(storage, "run", 4).attempt == 2
@@ -154,7 +154,7 @@ def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStora
 def test_a_superseded_checkpoint_is_not_found_by_its_step(storage: DirectoryStorage) -> None:
     """The error says why, also if the superseded checkpoint is damaged."""
     put(storage, (3, 1))
-    record_resume(storage, "run", 2, CheckpointId(2, 1))
+    write_resume(storage, "run", 2, CheckpointId(2, 1))
     says = r"no checkpoint of step 3 in .* that counts: attempt 1 made one"
     with pytest.raises(CheckpointError, match=says):
         find_manifest(storage, "run", 3)

@@ -86,7 +86,7 @@ def test_a_superseded_attempt_records_no_end(tmp_path: Path) -> None:
     count_to(storage, 2)
     assert had_ended(storage, "local", CheckpointId(2, 2))
     with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by"):
-        older.record_end(3, None)
+        older.write_end(3, None)
     assert had_ended(storage, "local", CheckpointId(2, 2))
 
 

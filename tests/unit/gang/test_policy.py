@@ -29,7 +29,7 @@ from prefect_torch_ddp.gang.policy import (
     TaskFailure,
     TaskLoss,
     decide,
-    record_of,
+    failure_record,
 )
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 from tests.support.failures import BOOM
@@ -44,14 +44,14 @@ LOST = WorkerLostError("worker x was lost")
 
 def failed(error: GangError, *, knows_steps: bool = True, moved_at: int = 0) -> AttemptFailure:
     """Make the failure of a second attempt."""
-    return AttemptFailure(error, record_of(error, 2, 4, moved_at), knows_steps)
+    return AttemptFailure(error, failure_record(error, 2, 4, moved_at), knows_steps)
 
 
 def after(
     now: RankFailure, before: RankFailure | None, left: int = 1, *, knows_steps: bool = True
 ) -> Decision:
     """Decide after two attempts that ended by a rank's failure."""
-    earlier = None if before is None else record_of(RankFailedError(before, 1), 1, 4)
+    earlier = None if before is None else failure_record(RankFailedError(before, 1), 1, 4)
     return decide(failed(RankFailedError(now, 2), knows_steps=knows_steps), earlier, left)
 
 

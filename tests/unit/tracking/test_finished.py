@@ -8,7 +8,7 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, record_resume, write_failure
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, write_failure, write_resume
 from prefect_torch_ddp.checkpoint.keys import CheckpointId, finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.errors import SupersededError
@@ -17,7 +17,7 @@ from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.train import failed_attempts
 from prefect_torch_ddp.tasks.train_run import Run
-from prefect_torch_ddp.tracking.finished import finished_training, record_finished
+from prefect_torch_ddp.tracking.finished import finished_training, write_finished
 
 MANIFEST = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
 
@@ -50,12 +50,12 @@ def test_a_finished_training_is_recognised(run: Run) -> None:
     """Its report is the one that was recorded; another run's isn't it, and an older attempt
     records nothing."""
     assert finished_training(run.storage, run.run_id) is None
-    record_finished(run.storage, run.run_id, report_of(run))
+    write_finished(run.storage, run.run_id, report_of(run))
     assert finished_training(run.storage, run.run_id) == report_of(run)
     assert finished_training(run.storage, "other") is None
     claim_attempt(run.storage, "run")
     with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded"):
-        record_finished(run.storage, run.run_id, report_of(run))
+        write_finished(run.storage, run.run_id, report_of(run))
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_a_finished_training_is_recognised(run: Run) -> None:
 def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
     """A training runs again if its checkpoint was deleted or superseded, or its record is
     unreadable."""
-    record_finished(run.storage, run.run_id, report_of(run))
+    write_finished(run.storage, run.run_id, report_of(run))
     if damage == "no checkpoint":
         run.storage.delete(manifest_key("run", 7, 1))
     elif damage == "a void checkpoint":
-        record_resume(run.storage, "run", claim_attempt(run.storage, "run"), CheckpointId(6, 1))
+        write_resume(run.storage, "run", claim_attempt(run.storage, "run"), CheckpointId(6, 1))
     else:
         run.storage.write(
             finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1),

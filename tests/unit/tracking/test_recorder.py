@@ -12,7 +12,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.protocol.events import AttemptBegan, CheckpointCommitted, Progress
 from prefect_torch_ddp.records.run_record import RunRecord, read_run_record
 from prefect_torch_ddp.tracking.bus import RunEvents
-from prefect_torch_ddp.tracking.description import end_record
+from prefect_torch_ddp.tracking.description import end_run_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 
 
@@ -106,7 +106,7 @@ def test_a_flow_that_ends_a_killed_training_records_its_best_value(
         metrics = {"accuracy": value}
         killed = Manifest("run", step, 1, 1, {}, 1, metrics=metrics)
         Committer(storage, "run", 1, policy).commit(killed)
-    end_record(storage, record, OSError("lost"), is_tried_again=False)
+    end_run_record(storage, record, OSError("lost"), is_tried_again=False)
     found = read_run_record(storage, "run")
     assert found.best_value == best
     assert found.checkpoint is not None

@@ -247,7 +247,7 @@ class Reporter:
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         # Its step is 0 until then, also in a resumed attempt, which doesn't take all back by that.
-        place: dict[str, Any] = {} if self._numbers.is_placed else {"is_before_start": True}
+        early: dict[str, Any] = {} if self._numbers.is_start_known else {"is_before_start": True}
         return {
             "step": self._numbers.record_step,
             "epoch": self._epoch(),
@@ -255,7 +255,7 @@ class Reporter:
             "time": time.time(),
             "num_samples": self._num_samples(),
             "metrics": metrics,
-            **place,
+            **early,
         }
 
 

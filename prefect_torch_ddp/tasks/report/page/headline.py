@@ -52,7 +52,7 @@ class RunView:
     epochs: Sequence[EpochRow] = ()
     without_epochs: str = ""
     """Why these are left out."""
-    report: TrainReport | None = None
+    train_report: TrainReport | None = None
     """Of train_flow, at its end."""
     ranks: Sequence[TimingLine] = ()
     """The ranks' times, by rank."""
@@ -80,7 +80,7 @@ def headline(view: RunView) -> str:
 def standing(view: RunView) -> str:
     """Say where the training is, or what was found; below the headline."""
     training = view.training
-    found = "" if view.report is None else _evaluated(view.report.evaluation)
+    found = "" if view.train_report is None else _evaluated(view.train_report.evaluation)
     found = found or text(training.line.removesuffix(f" · {training.status}"))
     slow = awaited_rank(view.ranks, has_ended=training.status != "training")
     return " · ".join(filter(None, [found, slow]))

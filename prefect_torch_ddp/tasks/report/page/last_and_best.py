@@ -26,8 +26,8 @@ def best(view: RunView) -> str:
 def comparison(view: RunView) -> str:
     """Lay out the scores of the run, the last and the best one; nothing if it is the only one."""
     names, judged, better = _judged(view)
-    is_evaluated = view.report is not None
-    now = judged_values(view.report.evaluation) if view.report else view.curves.last
+    is_evaluated = view.train_report is not None
+    now = judged_values(view.train_report.evaluation) if view.train_report else view.curves.last
     names = [name for name in names if math.isfinite(now.get(name, math.nan))]
     others = _others(view, judged, better, is_evaluated=is_evaluated)
     rows = []
@@ -55,8 +55,8 @@ def judged_by(view: RunView) -> tuple[str, Direction | None]:
 
 def _judged(view: RunView) -> tuple[list[str], str, Direction | None]:
     """Return which metrics are compared, the one that decides, and which values are better."""
-    if view.report is not None:
-        names = list(judged_values(view.report.evaluation))[:MAX_HEADLINE_METRICS]
+    if view.train_report is not None:
+        names = list(judged_values(view.train_report.evaluation))[:MAX_HEADLINE_METRICS]
         first = names[0] if names else ""
         return names, first, direction(first)
     name, better = best_metric(view.curves.last, view.record)

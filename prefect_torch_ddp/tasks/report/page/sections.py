@@ -83,7 +83,11 @@ def _curves(view: RunView) -> str:
 
 def _locations(view: RunView) -> str:
     """Say where the model and the lines of the ranks are."""
-    uris = view.record.model_uris if view.report is None else view.report.training.model_uris
+    uris = (
+        view.record.model_uris
+        if view.train_report is None
+        else view.train_report.training.model_uris
+    )
     locations = [
         f"**Model** {code(name)}: {view.links.location(uri)}" for name, uri in uris.items()
     ]
@@ -186,7 +190,7 @@ def _run_record(view: RunView) -> str:
     dataset, steps, versions = record.dataset, record.num_steps, dict(record.versions)
     epochs = f" in {num_of(record.num_epochs, 'epoch')}" if record.num_epochs else ""
     ours = versions.pop("prefect-torch-ddp", "")
-    resumed = None if view.report is None else view.report.training.resumed_from_step
+    resumed = None if view.train_report is None else view.train_report.training.resumed_from_step
     facts = {
         "run": code(record.run_id),
         "workload": code(record.workload),
@@ -246,25 +250,25 @@ def _ledger_lines(ledger: LedgerReport | None) -> str:
     return "\n".join(shown) + ending
 
 
-def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str]:
-    return lambda view: "" if view.report is None else section(view.report)
+def _of_train_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str]:
+    return lambda view: "" if view.train_report is None else section(view.train_report)
 
 
 def _compared(section: Callable[[Report, Report | None], str]) -> Callable[[RunView], str]:
     def shown(view: RunView) -> str:
         then = view.previous.evaluation if view.previous is not None else None
-        return "" if view.report is None else section(view.report.evaluation, then)
+        return "" if view.train_report is None else section(view.train_report.evaluation, then)
 
     return shown
 
 
 def _models(view: RunView) -> str:
-    load = "" if view.report is None else load_section(view.report.training.model_uris)
-    return join(checkpoint_list(view.report, view.checkpoints), load).strip()
+    load = "" if view.train_report is None else load_section(view.train_report.training.model_uris)
+    return join(checkpoint_list(view.train_report, view.checkpoints), load).strip()
 
 
 def _epochs(view: RunView) -> str:
-    rows = view.epochs if view.report is None else view.report.epochs
+    rows = view.epochs if view.train_report is None else view.train_report.epochs
     return epoch_table(rows, judged_by(view)) or view.without_epochs
 
 
@@ -274,7 +278,7 @@ TOP: Sequence[Callable[[RunView], str]] = (
     cause,
     advice,
     _trouble,
-    _of_report(lambda report: _ledger_warning(report.ledger)),
+    _of_train_report(lambda report: _ledger_warning(report.ledger)),
     best,
     comparison,
     _locations,
@@ -287,11 +291,11 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Epochs": _epochs,
     "Evaluation": _compared(score_table),
     "Classes": _compared(class_table),
-    "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
-    "Worst samples": _of_report(lambda report: worst_samples(report.evaluation)),
-    "Texts": _of_report(lambda report: texts(report.evaluation)),
+    "Confusion matrix": _of_train_report(lambda report: confusion_table(report.evaluation)),
+    "Worst samples": _of_train_report(lambda report: worst_samples(report.evaluation)),
+    "Texts": _of_train_report(lambda report: texts(report.evaluation)),
     "Model and checkpoints": _models,
-    "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
+    "Ledger": _of_train_report(lambda report: _ledger_lines(report.ledger)),
     "Ranks": lambda view: rank_table(view.ranks),
     "Where the time went": lambda view: goodput_table(view.goodput),
     "Attempts": lambda view: _attempts(view.record.attempts),

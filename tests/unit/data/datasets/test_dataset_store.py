@@ -11,10 +11,10 @@ import pytest
 
 from prefect_torch_ddp.data.datasets import dataset_store
 from prefect_torch_ddp.data.datasets.dataset_store import (
-    dataset_in_place,
     find_dataset,
     local_dataset,
     publish_dataset,
+    published_dataset,
 )
 from prefect_torch_ddp.errors import BadKeyError, StorageError
 from prefect_torch_ddp.results import DatasetReport
@@ -98,7 +98,7 @@ def test_round_trip(storage: Storage, tmp_path: Path) -> None:
     assert files.startswith("datasets/d/files")
     assert content_of(local_dataset(storage, "d")) == FILES
     if isinstance(storage, DirectoryStorage):
-        in_place = dataset_in_place(storage, "d")
+        in_place = published_dataset(storage, "d")
         assert {item.key: in_place.read(item.key) for item in in_place.list()} == FILES
     assert publish(storage, {"other": b"1"}) == report, "what is published stays"
     expected = {"datasets/d/manifest.json"} | {f"{files}/{key}" for key in FILES}
@@ -132,7 +132,7 @@ def test_without_its_manifest_it_is_no_dataset(storage: Storage) -> None:
     publish(storage, FILES)
     storage.delete("datasets/d/manifest.json")
     assert find_dataset(storage, "d") is None
-    for find in (local_dataset, dataset_in_place):
+    for find in (local_dataset, published_dataset):
         with pytest.raises(StorageError, match=r"there is no dataset d in .*: prepare has not run"):
             find(storage, "d")
     publish(storage, {"train/cat/1.png": b"new"})

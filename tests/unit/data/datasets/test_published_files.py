@@ -15,10 +15,10 @@ import pytest
 from prefect_torch_ddp.data import array, table
 from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile
 from prefect_torch_ddp.data.datasets.dataset_store import (
-    dataset_in_place,
     local_dataset,
     new_files_folder,
     publish_written,
+    published_dataset,
 )
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.errors import StorageError
@@ -80,7 +80,7 @@ def test_a_late_partition_is_not_read(
     names = [f"part-000000-a.{suffix}", f"part-000001-b.{suffix}"]
     key = publish(storage, {names[0]: file(0, 1), names[1]: file(2)})
     storage.write(f"{key}/part-000001-c.{suffix}", file(2))
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     assert rows_of(read(where)) == [0, 1, 2]
     assert [found.key for found in where.list()] == names
     if isinstance(storage, DirectoryStorage):
@@ -96,7 +96,7 @@ def test_a_file_that_is_gone_is_named(storage: Storage, gone: str) -> None:
     names = ["2.parquet", "a/1.parquet", "b/3.parquet", "b/4.parquet"]
     key = publish(storage, {name: parquet(number) for number, name in enumerate(names)})
     storage.delete(f"{key}/{gone}")
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     says = f"/datasets/d/{key.rpartition('/')[2]}/{gone} is missing; delete .*/manifest.json to"
     with pytest.raises(StorageError, match=says):
         table(where)
@@ -120,7 +120,7 @@ def test_folders_are_listed_as_their_files(storage: Storage) -> None:
     key = publish(storage, files)
     storage.write(f"{key}/a/b/late.parquet", b"")
     storage.write(f"{key}/late/1.parquet", b"")
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     assert {found.key for found in list_dataset(where)} == files.keys()
     assert {found.key for found in where.list("a/b")} == {"a/b/1.parquet"}
     below = where.below("a")
@@ -132,7 +132,7 @@ def test_folders_are_listed_as_their_files(storage: Storage) -> None:
 
 def test_it_is_the_folder_in_every_other_way(storage: Storage) -> None:
     """Paths, URIs and bytes are those of the folder, for fsspec, caches and images."""
-    folder, where = storage.below(publish(storage, {"1": b"one"})), dataset_in_place(storage, "d")
+    folder, where = storage.below(publish(storage, {"1": b"one"})), published_dataset(storage, "d")
     for answer in ("uri", "identity", "local_folder", "storage_options", "is_shared_by_hosts"):
         assert getattr(where, answer) == getattr(folder, answer), answer
     assert where.read("1") == b"one"
@@ -146,7 +146,7 @@ def test_another_process_reads_the_names_for_itself(tmp_path: Path) -> None:
     """The storage stays small for any number of files, and notices another dataset."""
     storage = DirectoryStorage(tmp_path)
     key = publish(storage, {f"{n:04d}": b"1" for n in range(1000)})
-    where = dataset_in_place(storage, "d")
+    where = published_dataset(storage, "d")
     sent = pickle.dumps(where)
     assert len(sent) < 1000
     arrived = pickle.loads(sent)

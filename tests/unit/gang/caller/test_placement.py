@@ -13,7 +13,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     GangSize,
     choose,
     num_workers_needed,
-    place,
+    place_ranks,
     rank_addresses,
     share_out,
     visible_names,
@@ -44,8 +44,8 @@ def test_every_placement_is_whole(
     world_size = data.draw(st.integers(1, len(workers) * ranks_per_worker))
     shuffled = data.draw(st.permutations(workers))
     needed = num_workers_needed(world_size, ranks_per_worker)
-    placement = place(choose(shuffled, needed), world_size, ranks_per_worker)
-    assert placement == place(choose(workers, needed), world_size, ranks_per_worker)
+    placement = place_ranks(choose(shuffled, needed), world_size, ranks_per_worker)
+    assert placement == place_ranks(choose(workers, needed), world_size, ranks_per_worker)
     assert [p.rank for p in placement.places] == list(range(world_size))
     nodes = [p.node_rank for p in placement.places]
     assert nodes == sorted(nodes)
@@ -119,7 +119,7 @@ def environments(seen: list[tuple[str, str | None]], ranks_per_worker: int) -> l
     """Return the environments of ranks on workers of these hosts with these visible devices."""
     workers = [worker(host, port, devices) for port, (host, devices) in enumerate(seen)]
     world_size = len(workers) * ranks_per_worker
-    placement = place(workers, world_size, ranks_per_worker)
+    placement = place_ranks(workers, world_size, ranks_per_worker)
     own = {each.address: each.visible_devices for each in workers}
     return [
         rank_environment(

@@ -54,7 +54,7 @@ def linked(markdown: str) -> list[str]:
 
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
-    markdown = page_of(report=report(), curves=metric_curves(loss=[3, 2, 1]))
+    markdown = page_of(train_report=report(), curves=metric_curves(loss=[3, 2, 1]))
     headline = "# digits: finished\n\naccuracy 87.50 %, loss 0.25, 8 samples\n"
     assert markdown.startswith(headline)
     assert "![training curves](data:image/svg+xml;base64," in markdown
@@ -146,7 +146,7 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
     }
     record = RECORD.model_copy(update=hostile)
     view = RunView(record, shown, curves=curves, checkpoints=kept, ranks=ranks)
-    for each in (view, replace(view, report=whole)):
+    for each in (view, replace(view, train_report=whole)):
         page = render_page(each)
         assert 50_000 < len(page.encode()) < 300_000
         assert linked(page) == []
@@ -162,7 +162,7 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
 def test_a_section_that_is_too_large_gives_way_and_says_so(monkeypatch: pytest.MonkeyPatch):
     """Whatever else there is stays."""
     monkeypatch.setitem(SECTIONS, "Thumbnails", lambda _: "x" * 400_000)
-    page = page_of(report=report())
+    page = page_of(train_report=report())
     assert len(page) < 20_000
     assert "*Thumbnails* is left out: its 400 kB would make the page too large." in page
     assert "## Run record" in page
@@ -232,7 +232,7 @@ def test_a_finished_run_is_compared_with_the_last_and_the_best_by_its_evaluation
         old("later", 0.99, began=BEGAN.replace(day=23)),
         old("none", 0.0, evaluation=None),
     ]
-    page = page_of(report=report(), previous=last, earlier=earlier)
+    page = page_of(train_report=report(), previous=last, earlier=earlier)
     assert tables(page)[0] == [
         ["compared", "accuracy", "loss", "began (UTC)"],
         [":---"] * 4,
@@ -240,10 +240,10 @@ def test_a_finished_run_is_compared_with_the_last_and_the_best_by_its_evaluation
         ["last: `old-1`", "0.75, now 0.125 better", "0.125, now 0.125 worse", "2026-11-20 02:00"],
         ["best: `old-2`", "0.9, now 0.025 worse", "0.125, now 0.125 worse", "2026-11-20 02:00"],
     ]
-    both = page_of(report=report(), previous=top, earlier=[top])
+    both = page_of(train_report=report(), previous=top, earlier=[top])
     assert [row[0] for row in tables(both)[0][3:]] == ["last and best: `old-2`"]
     record = RECORD.model_copy(update={"weights_from": "old-1"})
-    origin = page_of(report=report(), record=record, previous=last, earlier=[last, top])
+    origin = page_of(train_report=report(), record=record, previous=last, earlier=[last, top])
     assert tables(origin)[0][3][0] == "its weights are from: `old-1`"
 
 
@@ -307,7 +307,7 @@ def test_a_checkpoint_of_many_metrics_says_how_many_are_left_out(num, ends):
 def test_each_of_several_models_is_shown_with_its_card_and_its_code():
     """By the name that it was tracked under, as those of a GAN."""
     uris = {name: f"/data/models/000001/{name}.safetensors" for name in ("generator", "critic")}
-    markdown = page_of(report=report(uris))
+    markdown = page_of(train_report=report(uris))
     for name, uri in uris.items():
         card = f"their card: `/data/models/000001/{name}.json`"
         assert f"- **Weights** of `{name}`, step 400: `{uri}`; {card}" in markdown
@@ -376,7 +376,7 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     """Without a model it says what to do."""
     found = Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5})
     record = RECORD.model_copy(update={"commit": None})
-    markdown = page_of(record=record, report=report({}, evaluation=found, epochs=()))
+    markdown = page_of(record=record, train_report=report({}, evaluation=found, epochs=()))
     assert markdown.startswith("# digits: finished\n\nloss 1.5, perplexity 4.5, 1 samples\n")
     assert "Confusion" not in markdown
     assert "git commit" not in markdown
@@ -448,7 +448,7 @@ def test_the_epoch_table_has_the_judged_metric_and_says_how_many_are_left_out():
 def test_the_headline_tells_a_metric_from_the_fixed_score_of_its_name():
     """Both are shown, each once."""
     both = Report(num_samples=8, accuracy=0.75, metrics={"accuracy": 0.5, "loss": 2.0})
-    page = page_of(report=report(evaluation=both))
+    page = page_of(train_report=report(evaluation=both))
     assert "accuracy 75.00 %, metric.accuracy 0.5, loss 2, 8 samples" in page
 
 
@@ -456,7 +456,7 @@ def test_all_scores_of_an_evaluation_are_on_the_page():
     """More than stand at its top are a table, next to those of the last run."""
     metrics = {f"top{i}": i / 10 for i in range(1, 6)}
     of_last = old_record(evaluation=evaluation(metrics={"top5": 0.25, "gone": 1.0}))
-    page = page_of(report=report(evaluation=evaluation(metrics=metrics)), previous=of_last)
+    page = page_of(train_report=report(evaluation=evaluation(metrics=metrics)), previous=of_last)
     assert "accuracy 87.50 %, loss 0.25, top1 0.1, top2 0.2, top3 0.3, 8 samples" in page
     header, _rule, *rows = tables(page.partition("## Evaluation")[2])[0]
     assert header == ["score", "value", "last run"]
@@ -466,9 +466,11 @@ def test_all_scores_of_an_evaluation_are_on_the_page():
         ["top1", "0.1", ""],
     ]
     assert rows[-1] == ["top5", "0.5", "0.25"]
-    few = page_of(report=report(evaluation=evaluation(metrics={"top5": 0.5})))
+    few = page_of(train_report=report(evaluation=evaluation(metrics={"top5": 0.5})))
     assert "## Evaluation" not in few
-    many = page_of(report=report(evaluation=evaluation(metrics={f"m{i}": i for i in range(105)})))
+    many = page_of(
+        train_report=report(evaluation=evaluation(metrics={f"m{i}": i for i in range(105)}))
+    )
     assert "\n\n7 more scores are left out.\n" in many.partition("## Evaluation")[2]
 
 
@@ -477,7 +479,7 @@ def test_a_ledger_that_is_not_clean_is_said_first():
     wrong = {"epoch": 1, "num_samples": 3, "num_total": 4, "is_finished": True}
     wrong |= {"num_missing": 1, "missing": (2,)}
     ledger = {"run_id": "r", "epochs": (wrong,), "attempts": {1: 2}}
-    page = page_of(report=report(ledger=ledger))
+    page = page_of(train_report=report(ledger=ledger))
     assert "**The ledger is not clean**" in page.split("## ")[0]
     assert page.count("- epoch 1: 3 samples; 1 missing (2)") == 2
     assert "of attempt 1 (2 ranks)." in page
