@@ -23,7 +23,7 @@ ITEMS = "a Bag has to have dicts of plain values, or NumPy arrays of one shape a
 def write_items(items: Iterable[Any], storage: Storage, files_key: str, number: int) -> Written:
     """Write a partition as a Parquet or a .npy file, as its items are; write none if it is empty.
 
-    Each call chooses a new file name, as `write_part` of tables does.
+    Each call chooses a new file name, as `write_partition` of tables does.
 
     Args:
         items: of the partition.

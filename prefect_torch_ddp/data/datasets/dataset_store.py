@@ -141,11 +141,11 @@ def local_dataset(storage: Storage, dataset_id: str) -> Path:
     if misfit is not None:
         why = "is missing or has another size than its manifest records"
         raise damaged(storage, dataset_id, f"{manifest.folder}/{misfit.key}", why)
-    _drop_late_parts(storage, manifest, folder)
+    _drop_late_files(storage, manifest, folder)
     return folder
 
 
-def _drop_late_parts(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
+def _drop_late_files(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     """Remove partitions that a suspended Dask worker wrote after the dataset was published.
 
     Who reads the folder by its path would take them for further rows.

@@ -15,7 +15,7 @@ ROW_GROUP_ROWS = 16_384
 """Small enough that a window of `table()` mixes the rows of several row groups."""
 
 
-def write_part(
+def write_partition(
     frame: Any, storage: Storage, files_key: str, number: int, dtypes: Mapping[str, Any]
 ) -> Written:
     """Write a partition as a Parquet file; write none if it has no rows.
@@ -53,7 +53,7 @@ def write_part(
 
 
 def write_rows(rows: Any, storage: Storage, files_key: str, number: int) -> DatasetFile:
-    """Write a pyarrow.Table as a Parquet file; see `write_part`."""
+    """Write a pyarrow.Table as a Parquet file; see `write_partition`."""
     import pyarrow as pa  # noqa: PLC0415 - an extra
     import pyarrow.parquet as pq  # noqa: PLC0415
 

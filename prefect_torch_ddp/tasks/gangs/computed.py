@@ -1,4 +1,4 @@
-"""The dataset that Dask computes: parts written by the workers, the manifest last."""
+"""The dataset that Dask computes: partitions written by the workers, the manifest last."""
 
 import asyncio
 import pickle
@@ -24,8 +24,12 @@ from prefect_torch_ddp.gang.liveness import own_task_watch
 from prefect_torch_ddp.protocol.prepared import LazyDataset
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.gangs.bag_parts import BagParts
-from prefect_torch_ddp.tasks.gangs.collection_parts import ArrayParts, CollectionParts, TableParts
+from prefect_torch_ddp.tasks.gangs.bag_writer import BagWriter
+from prefect_torch_ddp.tasks.gangs.collection_writers import (
+    ArrayWriter,
+    CollectionWriter,
+    TableWriter,
+)
 from prefect_torch_ddp.tasks.report.markdown import duration, size
 
 if TYPE_CHECKING:
@@ -39,16 +43,16 @@ LIBRARIES = {
     "bag": ("tables", ["pyarrow"]),
 }
 """The extra and the libraries that workers need for each form of a dataset."""
-PARTS: Mapping[str, Callable[[Any, Storage, str], CollectionParts]] = {
-    "table": TableParts,
-    "arrays": ArrayParts,
-    "bag": BagParts,
+WRITERS: Mapping[str, Callable[[Any, Storage, str], CollectionWriter]] = {
+    "table": TableWriter,
+    "arrays": ArrayWriter,
+    "bag": BagWriter,
 }
 LOOK_S = 0.5
 """Between two looks for a cancel."""
 SAY_EVERY_S = 10.0
 MAX_DEATHS = 3
-"""So many workers may die at one part; a cluster that a run starts allows none itself."""
+"""So many workers may die at one partition; a cluster that a run starts allows none itself."""
 SHOWN_LOST = 10
 
 
@@ -61,7 +65,7 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
     *,
     show: Callable[[str, float], None] = lambda _line, _percent: None,
 ) -> DatasetReport:
-    """Have the parts of a Dask collection computed and written, and publish them as a dataset.
+    """Have the partitions of a Dask collection computed and written, and publish them as a dataset.
 
     Needs the memory of what Dask computes at once, on the workers, and none here. A lost worker
     costs what it had not finished. If another task of the cluster computes the same dataset, this
@@ -79,7 +83,7 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
         InvalidParamsError: a library is missing on the workers, or something can't be written.
         GangCancelledError: this task was cancelled.
         StorageError: the storage failed, and the dataset isn't published.
-        Exception: what computing a part raised.
+        Exception: what computing a partition raised.
     """
     collection = _unpickled(lazy)
     folder, files_key = new_files_folder(dataset_id)
@@ -87,11 +91,11 @@ def publish_computed(  # noqa: PLR0913 - where it goes, and who hears of it
         if (there := find_dataset(storage, dataset_id)) is not None:
             return there
         try:
-            parts = PARTS[lazy.form](collection, storage, files_key)
-            written = _Writing(client, parts, logger, show).to_the_end()
-            if (again := parts.again(written)) is not None:
-                parts, written = again, _Writing(client, again, logger, show).to_the_end()
-            return publish_written(storage, dataset_id, folder, parts.files(written))
+            writer = WRITERS[lazy.form](collection, storage, files_key)
+            written = _Writing(client, writer, logger, show).to_the_end()
+            if (again := writer.again(written)) is not None:
+                writer, written = again, _Writing(client, again, logger, show).to_the_end()
+            return publish_written(storage, dataset_id, folder, writer.files(written))
         except BaseException as error:
             there = _after_failure(storage, dataset_id, folder)
             # A faster publisher, on another cluster, removes these files while they are read.
@@ -159,30 +163,30 @@ def _unpickled(lazy: LazyDataset) -> Any:
 
 
 class _Writing:
-    """The parts on their way: which are written, and which were lost with their worker."""
+    """The partitions on their way: which are written, and which were lost with their worker."""
 
     def __init__(
         self,
         client: distributed.Client,
-        parts: CollectionParts,
+        writer: CollectionWriter,
         logger: "LoggingAdapter",
         show: Callable[[str, float], None],
     ) -> None:
         self._client = client
-        self._parts = parts
+        self._writer = writer
         self._logger = logger
         self._show = show
         self._why_unwanted = own_task_watch()
         self._futures: dict[distributed.Future[Any], int] = {}
         self._lost_with: dict[int, list[str]] = defaultdict(list)
-        """The address of each worker that died while it had a part."""
+        """The address of each worker that died while it had a partition."""
         self._written: dict[int, Written] = {}
         self._num_bytes = 0
         self._began_s = self._said_s = 0.0
 
     def to_the_end(self) -> list[Written]:
-        """Wait until all are written; return what was, in the order of the parts."""
-        writes = self._parts.writes
+        """Wait until all are written; return what was, in the order of the partitions."""
+        writes = self._writer.writes
         self._began_s = self._said_s = time.monotonic()
         try:
             while now := self._next():
@@ -194,7 +198,7 @@ class _Writing:
                 while self._futures:
                     self._take_written()
                 # Dask releases a future in its own thread: until then it would have the next one
-                # of that part for the same, and give its failure for another.
+                # of that partition for the same, and give its failure for another.
                 self._client.sync(asyncio.sleep, 0)
         finally:
             self._client.cancel(list(self._futures), force=True)
@@ -203,14 +207,14 @@ class _Writing:
     def _next(self) -> list[int]:
         """Return what is to be computed next, all at once.
 
-        A part that may be lost for the last time comes alone: its worker died of no other.
+        A partition that may be lost for the last time comes alone: its worker died of no other.
         """
-        left = [i for i in range(len(self._parts.writes)) if i not in self._written]
+        left = [i for i in range(len(self._writer.writes)) if i not in self._written]
         suspected = [i for i in left if len(self._lost_with.get(i, ())) == MAX_DEATHS - 1]
         return [i for i in left if i not in suspected] or suspected[:1]
 
     def _take_written(self) -> None:
-        """Wait for a while; note the parts that were written meanwhile."""
+        """Wait for a while; note the partitions that were written meanwhile."""
         _stop_if(self._why_unwanted())
         try:
             done, _ = distributed.wait(
@@ -227,15 +231,15 @@ class _Writing:
             if isinstance(error, KilledWorker):
                 self._note_death(number, error)
             elif error is not None:
-                what = f"number {number} of the {self._parts.unit}"
+                what = f"number {number} of the {self._writer.unit}"
                 error.add_note(f"raised while {what} was computed, counted from 0")
                 raise error
             else:
-                self._parts.take(number, written)
+                self._writer.take(number, written)
                 self._written[number] = written
                 self._num_bytes += sum(file.num_bytes for file in written.files)
         now_s = time.monotonic()
-        num_done, num = len(self._written), len(self._parts.writes)
+        num_done, num = len(self._written), len(self._writer.writes)
         line = self._line(now_s - self._began_s)
         self._show(line, 100 * num_done / num)
         if now_s - self._said_s >= SAY_EVERY_S or num_done == num:
@@ -250,18 +254,18 @@ class _Writing:
         self._logger.warning(
             "a Dask worker died while it prepared number %d of the %s; it will be computed again",
             number,
-            self._parts.unit,
+            self._writer.unit,
         )
 
     def _whose_deaths(self, number: int) -> str:
-        """Say which part was lost with which workers, and which others were.
+        """Say which partition was lost with which workers, and which others were.
 
-        If a worker had several parts, Dask doesn't know which of them it died of.
+        If a worker had several partitions, Dask doesn't know which of them it died of.
         """
         lost = self._lost_with
         workers = ", ".join(f"{each} ({num})" for each, num in Counter(lost[number]).most_common())
         note = (
-            f"number {number} of the {self._parts.unit}, counted from 0, was lost with its Dask "
+            f"number {number} of the {self._writer.unit}, counted from 0, was lost with its Dask "
             f"worker {len(lost[number])} times: {workers}"
         )
         others = sorted(set(lost) - {number}, key=lambda each: -len(lost[each]))[:SHOWN_LOST]
@@ -270,8 +274,8 @@ class _Writing:
 
     def _line(self, passed_s: float) -> str:
         """Return `prepared 31 of 120 partitions, 1.2 GB, 40 s left`."""
-        num_done, num = len(self._written), len(self._parts.writes)
+        num_done, num = len(self._written), len(self._writer.writes)
         left = ""
         if 0 < num_done < num:
             left = f", {duration(passed_s * (num - num_done) / num_done)} left"
-        return f"prepared {num_done} of {num} {self._parts.unit}, {size(self._num_bytes)}{left}"
+        return f"prepared {num_done} of {num} {self._writer.unit}, {size(self._num_bytes)}{left}"

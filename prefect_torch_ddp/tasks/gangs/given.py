@@ -30,7 +30,7 @@ from prefect_torch_ddp.protocol.rank import is_installed
 from prefect_torch_ddp.rank.lazy_dataset import lazy_dataset, refuse_for_script
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.clusters.current import all_workers_here
-from prefect_torch_ddp.tasks.gangs.collection_parts import kept_encodings
+from prefect_torch_ddp.tasks.gangs.collection_writers import kept_encodings
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.report.markdown import count, size
 

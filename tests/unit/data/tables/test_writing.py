@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetManifest, manifest_of
-from prefect_torch_ddp.data.tables.writing import write_part
+from prefect_torch_ddp.data.tables.writing import write_partition
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 PAGE = Path(__file__).parents[4] / "docs/formats.md"
@@ -18,7 +18,7 @@ def test_an_entry_has_the_rows_of_its_file(tmp_path: Path) -> None:
     """The manifest stores them, and each of its fields is explained in the manual."""
     storage = DirectoryStorage(tmp_path)
     frame = pd.DataFrame({"n": range(20_000)})
-    (file,) = write_part(frame, storage, "datasets/d/files-0", 0, dict(frame.dtypes)).files
+    (file,) = write_partition(frame, storage, "datasets/d/files-0", 0, dict(frame.dtypes)).files
     stored = manifest_of("d", "files-0", [file]).to_bytes()
     (entry,) = from_json(stored)["files"]
     assert (
@@ -31,7 +31,7 @@ def test_an_entry_has_the_rows_of_its_file(tmp_path: Path) -> None:
 def test_an_entry_without_rows_is_read(tmp_path: Path) -> None:
     """Earlier versions stored none, nor do files that `prepare` itself wrote have any."""
     storage = DirectoryStorage(tmp_path)
-    (file,) = write_part(pd.DataFrame({"n": [1]}), storage, "files-0", 0, {}).files
+    (file,) = write_partition(pd.DataFrame({"n": [1]}), storage, "files-0", 0, {}).files
     earlier = file.model_copy(update={"num_rows": None})
     stored = manifest_of("d", "files-0", [earlier]).to_bytes()
     assert b"num_rows" not in stored

@@ -16,7 +16,7 @@ from prefect_torch_ddp.data.arrays.writing import (
     write_block,
 )
 from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
-from prefect_torch_ddp.data.tables.writing import write_part
+from prefect_torch_ddp.data.tables.writing import write_partition
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -27,24 +27,24 @@ KEPT_ENCODING = frozenset(
 that it was read from."""
 
 
-class CollectionParts(Protocol):
-    """A collection in parts, each of which a worker computes and writes."""
+class CollectionWriter(Protocol):
+    """A collection in partitions, each of which a worker computes and writes."""
 
     unit: str
-    """What the parts are, for people."""
+    """What the partitions are called, for people."""
     writes: list[Any]
-    """A Delayed of a `Written` for each part."""
+    """A Delayed of a `Written` for each partition."""
 
     def take(self, number: int, written: Written) -> None:
-        """Take note of what was written of a part.
+        """Take note of what was written of a partition.
 
         Raises:
             InvalidParamsError: it doesn't fit what was written of others.
         """
         del number, written
 
-    def again(self, written: Sequence[Written]) -> "CollectionParts | None":
-        """Return the parts to be written in another form now that all are known, if there are any.
+    def again(self, written: Sequence[Written]) -> "CollectionWriter | None":
+        """Return the partitions to be written in another form now that all are known, if there are any.
 
         They are then asked for the files.
         """
@@ -52,19 +52,19 @@ class CollectionParts(Protocol):
         return None
 
     def files(self, written: Sequence[Written]) -> list[DatasetFile]:
-        """Write what is left when all parts are written; return the files of the dataset."""
+        """Write what is left when all partitions are written; return the files of the dataset."""
         ...
 
 
 def files_of(written: Sequence[Written], if_none: str) -> list[DatasetFile]:
-    """Return the files of all parts; raises InvalidParamsError by `if_none` if there are none."""
+    """Return the files of all partitions; raises InvalidParamsError by `if_none` if there are none."""
     files = [file for each in written for file in each.files]
     if not files:
         raise InvalidParamsError(if_none)
     return files
 
 
-class TableParts(CollectionParts):
+class TableWriter(CollectionWriter):
     """The partitions of a Dask DataFrame.
 
     Args:
@@ -76,10 +76,12 @@ class TableParts(CollectionParts):
     unit = "partitions"
 
     def __init__(self, frame: Any, storage: Storage, files_key: str) -> None:
-        write = delayed(write_part, pure=False)
-        parts = frame.to_delayed()
+        write = delayed(write_partition, pure=False)
+        partitions = frame.to_delayed()
         dtypes = delayed({str(name): dtype for name, dtype in frame.dtypes.items()}, traverse=False)
-        self.writes = [write(part, storage, files_key, i, dtypes) for i, part in enumerate(parts)]
+        self.writes = [
+            write(each, storage, files_key, i, dtypes) for i, each in enumerate(partitions)
+        ]
         self._types: dict[str, tuple[int, str, str]] = {}
         """For each column that may have any type: the first partition with one, and which."""
 
@@ -104,7 +106,7 @@ class TableParts(CollectionParts):
         return files_of(written, "the Dask DataFrame has no rows")
 
 
-class ArrayParts(CollectionParts):
+class ArrayWriter(CollectionWriter):
     """The blocks of all Dask arrays of an xarray Dataset.
 
     Its other variables are written here, since they are in memory.

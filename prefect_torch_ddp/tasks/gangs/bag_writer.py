@@ -11,10 +11,10 @@ from prefect_torch_ddp.data.bags.forms import BagForm, DictRows, Stack, joined
 from prefect_torch_ddp.data.bags.writing import rewrite_rows, write_items
 from prefect_torch_ddp.data.datasets.dataset_manifest import DatasetFile, Written
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.gangs.collection_parts import CollectionParts, files_of
+from prefect_torch_ddp.tasks.gangs.collection_writers import CollectionWriter, files_of
 
 
-class BagParts(CollectionParts):
+class BagWriter(CollectionWriter):
     """The partitions of a Dask Bag.
 
     Args:
@@ -29,8 +29,8 @@ class BagParts(CollectionParts):
         self._storage, self._files_key = storage, files_key
         self._form: BagForm | None = None
         write = delayed(write_items, pure=False)
-        parts = bag.to_delayed()
-        self.writes = [write(part, storage, files_key, i) for i, part in enumerate(parts)]
+        partitions = bag.to_delayed()
+        self.writes = [write(each, storage, files_key, i) for i, each in enumerate(partitions)]
 
     def take(self, number: int, written: Written) -> None:
         """Refuse a partition that doesn't fit those before it."""
@@ -38,7 +38,7 @@ class BagParts(CollectionParts):
         if (form := written.about) is not None:
             self._form = form if self._form is None else joined(self._form, form)
 
-    def again(self, written: Sequence[Written]) -> CollectionParts | None:
+    def again(self, written: Sequence[Written]) -> CollectionWriter | None:
         """Return the partitions of dicts that lack columns or have types of their own."""
         if not isinstance(self._form, DictRows):
             return None
@@ -60,7 +60,7 @@ class BagParts(CollectionParts):
         return files
 
 
-class _Rewritten(CollectionParts):
+class _Rewritten(CollectionWriter):
     """The partitions of dicts that are written again, with the columns that all have."""
 
     unit = "partitions again"
