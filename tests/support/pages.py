@@ -69,7 +69,7 @@ def report(model_uris=MODEL, **changes) -> TrainReport:
 
 def page_of(training=None, record=RECORD, **more) -> str:
     """Render a page: of the training, or of the finished run whose report is given."""
-    status = "finished" if "report" in more else "training"
+    status = "finished" if "train_report" in more else "training"
     return render_page(RunView(record, training or TrainingProgress(4, status=status), **more))
 
 

@@ -83,11 +83,8 @@ def _curves(view: RunView) -> str:
 
 def _locations(view: RunView) -> str:
     """Say where the model and the lines of the ranks are."""
-    uris = (
-        view.record.model_uris
-        if view.train_report is None
-        else view.train_report.training.model_uris
-    )
+    found = view.train_report
+    uris = view.record.model_uris if found is None else found.training.model_uris
     locations = [
         f"**Model** {code(name)}: {view.links.location(uri)}" for name, uri in uris.items()
     ]
