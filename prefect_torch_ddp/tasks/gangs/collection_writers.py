@@ -44,7 +44,7 @@ class CollectionWriter(Protocol):
         del number, written
 
     def again(self, written: Sequence[Written]) -> "CollectionWriter | None":
-        """Return the partitions to be written in another form now that all are known, if there are any.
+        """Return the partitions to write in another form now that all are known, if there are any.
 
         They are then asked for the files.
         """
@@ -57,7 +57,7 @@ class CollectionWriter(Protocol):
 
 
 def files_of(written: Sequence[Written], if_none: str) -> list[DatasetFile]:
-    """Return the files of all partitions; raises InvalidParamsError by `if_none` if there are none."""
+    """Return the files of all partitions; raises InvalidParamsError by `if_none` without one."""
     files = [file for each in written for file in each.files]
     if not files:
         raise InvalidParamsError(if_none)

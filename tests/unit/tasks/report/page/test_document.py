@@ -71,7 +71,8 @@ def test_nothing_that_is_written_becomes_html(links: Links, is_finished: bool) -
     """No script, no attribute that runs one, no outside picture, no link but the page's own; all
     of it stands there as words."""
     found = evaluation((EVIL, f"x{EVIL}"), metrics={EVIL: 1.0})
-    more = {"train_report": report({EVIL: f"{ROOT}{EVIL}"}, evaluation=found)} if is_finished else {}
+    done = report({EVIL: f"{ROOT}{EVIL}"}, evaluation=found)
+    more = {"train_report": done} if is_finished else {}
     view = hostile_view(EVIL, links=links, **more)
     document = render_document(render_page(view), EVIL)
     page = Reader(document)
