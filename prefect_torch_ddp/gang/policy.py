@@ -101,8 +101,6 @@ def decide(failure: Failure, before: FailureRecord | None, left: int) -> Decisio
     match failure:
         case AttemptFailure():
             why_not = _why_hopeless(failure, before)
-        case TaskFailure(GangCancelledError() | SupersededError(), worker_leaves=True):
-            return Decision(Action.MOVE, "Dask, or the flow, runs the task again elsewhere")
         case TaskFailure(error):
             why_not = _why_final(error)
         case TaskLoss(cluster_lives=lives):

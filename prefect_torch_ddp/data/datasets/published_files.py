@@ -173,18 +173,6 @@ class PublishedFiles(Storage):
         """See `Storage.delete`."""
         self._inner.delete(key)
 
-    def check_writable(self) -> None:
-        """See `Storage.check_writable`."""
-        self._inner.check_writable()
-
-    def relocated(self, uri: str) -> Storage | None:
-        """See `Storage.relocated`."""
-        return self._inner.relocated(uri)
-
-    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """See `Storage.drop_unfinished`."""
-        self._inner.drop_unfinished(prefix, is_over)
-
 
 def _knowing(published: PublishedFiles, names: frozenset[str]) -> PublishedFiles:
     published.__dict__["_names"] = names  # as cached_property keeps it
