@@ -67,18 +67,16 @@ _REFERENCES = {
 _OBJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
 _HOST = r"(?:[\w.-]++|\[[\w:.%]++\])(?::\d{1,5})?+"
-_QUERY = r"\?[\w.-]+="
 _URL_USER = re.compile(
     r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://"
     rf"(?P<user>[^\s/@:?#\[\"']*:(?!\d{{1,5}}(?:,{_HOST})*+(?:[/\"']|[?#][\w.-]*=|$))"
     r"(?=[^\s@]{0,1000}+@)"  # only for speed
-    # An `@` in the query comes after the host; without a host and a path before it, `?` and `#`
-    # are taken for parts of the password.
-    rf"(?:[^\s?#]{{0,1000}}(?=@{_HOST}(?:,{_HOST})*+/[^\s?#@]*+{_QUERY})|\S{{0,1000}})"
-    r"|[^\s/@?#\"']+)@(?!sha\d+:)"
+    # Up to the last `@`, though that may belong to the query: in `u:p@x/y?name=s@host` all before
+    # `host` may be the password, and a shown secret is worse than a lost host.
+    r"\S{0,1000}|[^\s/@?#\"']+)@(?!sha\d+:)"
 )
-"""`scheme://user:p/a?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`.
-After the user come one host or several, and in a port's place no password."""
+"""`scheme://user:p@a/s?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`.
+In a port's place is no password, with more hosts after it or none."""
 _USER_IS_PLAIN = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
 """Schemes whose URLs have a user or a container before `@`, which is no secret by itself."""
 _USER = re.compile(

@@ -123,12 +123,11 @@ SECRET_TEXTS = {
     "postgresql://user:p@s/s?SSS@host/db": "postgresql://(hidden)@host/db",
     "postgresql://user:p?x=SSS@host/db": "postgresql://(hidden)@host/db",
     "postgresql://user:12,SSS@host/db": "postgresql://(hidden)@host/db",
-    "https://me:SSS@host/x?mail=a@b.org": "https://(hidden)@host/x?mail=a@b.org",
-    "https://me:p@SSS@[::1]:80/x?mail=a@b": "https://(hidden)@[::1]:80/x?mail=a@b",
-    "mongodb://u:SSS@acct.x:10255/?a=b&appName=@acct@": (
-        "mongodb://(hidden)@acct.x:10255/?a=b&appName=@acct@"
-    ),
-    "mongodb://u:SSS@h1:1,h2:2/?appName=@x@": "mongodb://(hidden)@h1:1,h2:2/?appName=@x@",
+    "postgresql://me:p@x/y?name=SSS@host/db": "postgresql://(hidden)@host/db",
+    "https://me:SSS@host/x?mail=a@b.org": "https://(hidden)@b.org",
+    "https://me:p@SSS@[::1]:80/x?mail=a@b": "https://(hidden)@b",
+    "mongodb://u:SSS@acct.x:10255/?a=b&appName=@acct@": "mongodb://(hidden)@",
+    "mongodb://u:SSS@h1:1,h2:2/?appName=@x@": "mongodb://(hidden)@",
     "mysql+pymysql://u:SSS%40@h/x": "mysql+pymysql://(hidden)@h/x",
     "s3://KEY:SSS@bucket/x": "s3://(hidden)@bucket/x",
     "https://SSS@host/x": "https://(hidden)@host/x",
