@@ -94,9 +94,8 @@ class Liveness:
         self._looked_s = self._now()
         self._silent_s = 0.0
 
-    @property
-    def silent_s(self) -> float:
-        """How long nothing was heard; counts the time since the last look."""
+    def look(self) -> float:
+        """Count the time since the last look; return for how long nothing was heard."""
         now = self._now()
         self._silent_s += min(now - self._looked_s, TURN_S)
         self._looked_s = now
@@ -105,7 +104,7 @@ class Liveness:
     @property
     def left_s(self) -> float:
         """How much longer the silence may last; counts the time since the last look."""
-        return max(0.0, self.limit_s - self.silent_s)
+        return max(0.0, self.limit_s - self.look())
 
 
 @asynccontextmanager
@@ -113,12 +112,12 @@ async def looked_at() -> AsyncIterator[Liveness]:
     """Give one that is looked at each second, since what is awaited meanwhile may take longer."""
     liveness = Liveness()
 
-    async def look() -> None:
+    async def keep_looking() -> None:
         while True:
             await asyncio.sleep(TURN_S / 3)
-            _ = liveness.silent_s
+            liveness.look()
 
-    looking = asyncio.create_task(look())
+    looking = asyncio.create_task(keep_looking())
     try:
         yield liveness
     finally:

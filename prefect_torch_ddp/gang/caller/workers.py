@@ -85,7 +85,7 @@ async def gather_workers(
     workers = f"workers with {having}" if having else "workers"
     async with looked_at() as waiting:
         while True:
-            waited_s = waiting.silent_s
+            waited_s = waiting.look()
             holds_out = waited_s < min(plan.full_size_s, timeout_s)
             num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
             running = await running_workers(client)
