@@ -27,6 +27,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.server import flow_server
+from prefect_torch_ddp.tasks.cancel.left_tasks import obey_ctrl_c
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +46,7 @@ def off_thread() -> Iterator[None]:
         return
     refuse_dropped(context)
     _refuse_sent(context)
+    obey_ctrl_c()  # the first task that is submitted starts the cluster
     # On other hosts a temporary server, which only listens on this one, can't be reached.
     shares = not PREFECT_API_URL.value() and workers_away(context.task_runner.client) == {}
     with (

@@ -31,9 +31,14 @@ THEIRS = "dask_jobqueue.runner"
 
 
 def obey_ctrl_c() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt, as long as dask-jobqueue has it raise SystemExit.
+    """Have Ctrl-C raise KeyboardInterrupt, if dask-jobqueue has it raise SystemExit.
 
-    It does so as it is imported. The flow would end as one that crashed, its ranks cut short.
+    dask-jobqueue sets that handler when it is imported. The flow would crash, its ranks would be
+    killed before they save, and its script would exit with 0.
+
+    It is called before a run's cluster is started or connected to, and at each wait for a submitted
+    task. So it holds from then on, unless user code imports dask-jobqueue later; before, Ctrl-C
+    still raises SystemExit. Another handler is kept, and so is every one outside the main thread.
     """
     is_theirs = getattr(signal.getsignal(signal.SIGINT), "__module__", "") == THEIRS
     if is_theirs and threading.current_thread() is threading.main_thread():

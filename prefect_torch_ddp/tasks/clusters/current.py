@@ -37,7 +37,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, stop_task
+from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, obey_ctrl_c, stop_task
 from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
 from prefect_torch_ddp.tasks.off_thread import open_client, refuse_dropped, submit_off_thread
 from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
@@ -84,6 +84,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
         msg = f"a Dask client of {address} is open in this process and would be used: {do}"
         raise InvalidParamsError(msg)
     point_at_cluster(runner, params)
+    obey_ctrl_c()  # the cluster's class may just have been imported
     try:
         client = runner.client
     except Exception as error:
@@ -163,6 +164,7 @@ def current_client() -> Iterator[distributed.Client]:
     with contextlib.suppress(ValueError):
         worker = distributed.get_worker()
     if worker is None:
+        obey_ctrl_c()
         yield _runner().client
         return
     key = thread_state.key

@@ -128,6 +128,35 @@ if __name__ == "__main__":
     mapped(sorted(map(str, Path(sys.argv[1]).iterdir())))
 """
 
+SLOW_CLUSTER = """
+import threading
+from pathlib import Path
+from dask_jobqueue import SLURMCluster
+
+class Slow(SLURMCluster):
+    def __init__(self, starts: str) -> None:
+        Path(starts).touch()
+        threading.Event().wait()
+"""
+OF_A_SLOW_CLUSTER = """
+import sys
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import ddp_task
+
+@ddp_task(world_size=1, storage=sys.argv[1])
+def train(ctx) -> None: ...
+
+RUNNER = DaskTaskRunner(cluster_class="slow.Slow", cluster_kwargs={"starts": sys.argv[2]})
+
+@flow(name="of-a-slow-cluster", task_runner=RUNNER)
+def of_a_slow_cluster() -> None:
+    train() if sys.argv[3] == "called" else train.submit()
+
+if __name__ == "__main__":
+    of_a_slow_cluster()
+"""
+
 WITHIN_A_TASK = """
 import sys
 from prefect import flow, task
@@ -279,6 +308,26 @@ def test_ctrl_c_of_a_flow_that_imports_dask_jobqueue(
         assert process.wait(HANG_S) != 0
     wait_until_gone(ranks)
     assert "all ranks stopped after step" in check_task_cancelled(newest_run()[0])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("whose", ["train_flow", "called", "submitted"])
+def test_ctrl_c_while_a_cluster_of_dask_jobqueue_starts(tmp_path: Path, whose: str) -> None:
+    """A script that it ended said 0, success, and the run of `train_flow` had crashed."""
+    (tmp_path / "slow.py").write_text(SLOW_CLUSTER)
+    starts = tmp_path / "starts"
+    given, text = [str(tmp_path), str(starts), whose], OF_A_SLOW_CLUSTER
+    if whose == "train_flow":
+        slow = ClusterParams(cluster_class="slow.Slow", cluster_kwargs={"starts": str(starts)})
+        given, text = [params_of(tmp_path, cluster=slow).model_dump_json()], FLOW
+    with flow_process(tmp_path, *given, text=text) as process:
+        wait_until(starts.exists)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+    if whose == "train_flow":
+        check_flow_cancelled("cancelled by Ctrl-C (SIGINT)")
+    else:
+        assert "\nKeyboardInterrupt" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.extended
