@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, Self, TypeVar
 from uuid import uuid4
 
-from distributed import Client, Future, get_client
+from distributed import Future
 from prefect import Task
 from prefect.client.schemas.objects import RunInput
 from prefect.context import FlowRunContext, serialize_context
@@ -23,7 +23,6 @@ from prefect.utilities.engine import collect_task_run_inputs_sync
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.server import flow_server
@@ -37,15 +36,12 @@ R = TypeVar("R")
 def off_thread() -> Iterator[None]:
     """Have the tasks submitted in the context leave their Dask worker's thread before they begin.
 
-    Other task runners than a DaskTaskRunner submit as they always do. Raises InvalidParamsError if
-    the flow's runner has a cluster object.
+    Other task runners than a DaskTaskRunner submit as they always do.
     """
     context = FlowRunContext.get()
     if context is None or not isinstance(context.task_runner, DaskTaskRunner):
         yield
         return
-    refuse_dropped(context)
-    _refuse_sent(context)
     obey_ctrl_c()  # the first task that is submitted starts the cluster
     # On other hosts a temporary server, which only listens on this one, can't be reached.
     shares = not PREFECT_API_URL.value() and workers_away(context.task_runner.client) == {}
@@ -55,65 +51,6 @@ def off_thread() -> Iterator[None]:
         context.model_copy(update={"task_runner": runner}),
     ):
         yield
-
-
-def refuse_dropped(context: FlowRunContext) -> None:
-    """Refuse a flow whose `DaskTaskRunner(cluster=...)` has a cluster that this run wouldn't use.
-
-    A run has its own runner (`duplicate`), made without that object. It uses the cluster of a
-    client that is open in this process; without one it would start a local cluster in silence.
-
-    Raises:
-        InvalidParamsError: the flow's task runner has such an object, and the run's hasn't.
-    """
-    cluster, already, runner = _cluster_of_flow(context), open_client(), context.task_runner
-    if cluster is None or (isinstance(runner, DaskTaskRunner) and _cluster_of(runner) is cluster):
-        return
-    used = "start a local one"
-    if already is not None and already.scheduler is not None:
-        if already.scheduler.address == cluster.scheduler_address:
-            return
-        used = f"use {already.scheduler.address}, of which a client is open in this process"
-    what = "Prefect never hands the cluster of DaskTaskRunner(cluster=...) to a flow run"
-    why = f"{what}, which would {used}"
-    raise _refusal(why, cluster)
-
-
-def _refuse_sent(context: FlowRunContext) -> None:
-    """Refuse to submit a task of a flow whose runner has a cluster object: that goes with it.
-
-    Raises:
-        InvalidParamsError: it has one.
-    """
-    cluster = _cluster_of_flow(context)
-    if cluster is not None:
-        what = "a submitted task takes its flow, with its DaskTaskRunner(cluster=...), to a worker"
-        why = f"{what}, and most clusters can't be pickled"
-        raise _refusal(why, cluster)
-
-
-def _cluster_of_flow(context: FlowRunContext) -> Any:
-    """Return the cluster object that a flow's task runner was made with, or None."""
-    runner = context.flow.task_runner if context.flow else None
-    return _cluster_of(runner) if isinstance(runner, DaskTaskRunner) else None
-
-
-def _cluster_of(runner: DaskTaskRunner) -> Any:
-    return runner._cluster  # noqa: SLF001 - it has no public name
-
-
-def _refusal(why: str, cluster: Any) -> InvalidParamsError:
-    instead = f"DaskTaskRunner(address={cluster.scheduler_address!r})"
-    do = "or open a client of it, Client(cluster), around the flow, and write DaskTaskRunner()"
-    return InvalidParamsError(f"{why}: write {instead}, {do}")
-
-
-def open_client() -> Client | None:
-    """Return the Dask client that is open in this process, whose cluster a task runner uses."""
-    try:
-        return get_client()
-    except ValueError:
-        return None
 
 
 def submit_off_thread(task: Task[P, R], *args: P.args, **kwargs: P.kwargs) -> PrefectFuture[R]:

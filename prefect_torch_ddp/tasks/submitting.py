@@ -10,6 +10,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.sent.modules import let_modules_be_sent
 from prefect_torch_ddp.gang.caller.sent.unsendable import unsendable
 from prefect_torch_ddp.rank.lazy_dataset import let_frames_be_sent
+from prefect_torch_ddp.tasks.clusters.cluster_objects import refuse_sent
 from prefect_torch_ddp.tasks.off_thread import off_thread
 
 PREFECTS = frozenset({"wait_for", "return_state"})
@@ -23,10 +24,12 @@ def submitting(
     """Have a task whose function is `fn` submitted in the context, with these arguments.
 
     Raises:
-        InvalidParamsError: an argument, or what the function uses, can't be sent to a worker.
+        InvalidParamsError: an argument, or what the function uses, can't be sent to a worker; or
+            the flow's task runner has a cluster object.
     """
     let_modules_be_sent()
     let_frames_be_sent()
+    refuse_sent()
     try:
         with off_thread():
             yield

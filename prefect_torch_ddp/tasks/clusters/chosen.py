@@ -17,13 +17,19 @@ from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
 def of_runner(runner: DaskTaskRunner) -> dict[str, Any]:
     """Return what a task runner itself says of its cluster; nothing, as `DaskTaskRunner()` does."""
-    # Never a cluster object; see `refuse_dropped`.
+    # Never a cluster object; see `cluster_objects`.
     like_any = DaskTaskRunner()
     return {
         name: getattr(runner, name)
         for name in ("address", "cluster_class", "cluster_kwargs", "adapt_kwargs")
         if getattr(runner, name) != getattr(like_any, name)
     }
+
+
+def num_local_workers(params: TrainParams, ranks_each: int) -> int:
+    """Return how many workers the run's own local cluster has, with `ranks_each` on each."""
+    given: int | None = params.cluster.cluster_kwargs.get("n_workers")
+    return given or num_workers_needed(params.world_size, ranks_each)
 
 
 def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
@@ -63,6 +69,5 @@ def point_at_cluster(runner: DaskTaskRunner, params: TrainParams) -> None:
             *(params.world_size, CPU_COUNT, CPU_COUNT),
         )
     ranks_each = params.ranks_per_worker or 1
-    num_workers = num_workers_needed(params.world_size, ranks_each)
-    shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
+    shape = {"n_workers": num_local_workers(params, ranks_each), "ranks_per_worker": ranks_each}
     runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}

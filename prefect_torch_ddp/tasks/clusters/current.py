@@ -29,7 +29,6 @@ from prefect_torch_ddp.errors import (
     StorageError,
     TaskCancelled,
 )
-from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.caller.workers import until_gone, workers_away
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.own_task import leave_thread
@@ -38,8 +37,17 @@ from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, obey_ctrl_c, stop_task
-from prefect_torch_ddp.tasks.clusters.chosen import of_runner, point_at_cluster
-from prefect_torch_ddp.tasks.off_thread import open_client, refuse_dropped, submit_off_thread
+from prefect_torch_ddp.tasks.clusters.chosen import (
+    num_local_workers,
+    of_runner,
+    point_at_cluster,
+)
+from prefect_torch_ddp.tasks.clusters.cluster_objects import (
+    open_client,
+    refuse_dropped,
+    refuse_sent,
+)
+from prefect_torch_ddp.tasks.off_thread import submit_off_thread
 from prefect_torch_ddp.tasks.watch.quiet_log import quiet_frames
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
@@ -117,8 +125,7 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     if (each := params.ranks_per_worker) is None:
         each = params.world_size if is_ours and nothing_said else 1
     if is_ours and not cluster.adapt_kwargs:
-        num_workers = num_workers_needed(params.world_size, each)
-        _refuse_growth(params, each * (cluster.cluster_kwargs.get("n_workers") or num_workers))
+        _refuse_growth(params, each * num_local_workers(params, each))
     return params.model_copy(update={"ranks_per_worker": each})
 
 
@@ -250,6 +257,7 @@ def _empty_limit_s(params: TrainParams) -> float:
 
 def on_worker(task: Task[P, R], params: TrainParams, *args: P.args, **kwargs: P.kwargs) -> R:
     """Run a task on a Dask worker, whose thread it leaves to the ranks; see `result_of`."""
+    refuse_sent()
     return result_of(submit_off_thread(task, *args, **kwargs), params)
 
 
