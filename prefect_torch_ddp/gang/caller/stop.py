@@ -84,8 +84,7 @@ def follow(
     except BaseException as error:
         # Not the gang's own end: the ranks get their time to stop before the error is raised
         # again. A second Ctrl-C ends that.
-        if not done.done() and stop.set(loop, f"{named(error)} in its caller"):
-            over.wait(stop.grace_s + END_TIMEOUT_S)
+        if not done.done() and _has_stopped(over, stop, loop, error):
             _log_the_end(done, events, lines, on_event)
         raise
     finally:
@@ -108,6 +107,19 @@ def _obey(why: str, stop: StopSwitch, loop: asyncio.AbstractEventLoop) -> None:
     if why and not stop.why and not stop.set(loop, why):
         msg = f"the gang was cancelled before its ranks had started, by {why}"
         raise GangCancelledError(msg)
+
+
+def _has_stopped(
+    over: threading.Event, stop: StopSwitch, loop: asyncio.AbstractEventLoop, error: BaseException
+) -> bool:
+    """Stop the ranks and wait for that; False if there are none."""
+    if not stop.set(loop, f"{named(error)} in its caller"):
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        get = "the ranks get up to %g s to stop, a training after one step and saved"
+        rank_logger.warning(f"{get}; Ctrl-C again ends them at once", stop.grace_s)
+    over.wait(stop.grace_s + END_TIMEOUT_S)
+    return True
 
 
 async def _tell_when_over(

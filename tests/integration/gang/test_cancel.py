@@ -131,6 +131,34 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in said
 
 
+@pytest.mark.long
+def test_ctrl_c_again_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    """What it shortens is said before: the first one was silent for 20 s."""
+    hangs, script, said = tmp_path / "hangs", tmp_path / "caller.py", tmp_path / "said"
+    hangs.mkdir()
+    script.write_text(
+        CALLER.replace("train_until_enough", "train_or_hang").replace("pids", "hangs")
+    )
+    with said.open("wb") as log:
+        command = [sys.executable, str(script), str(tmp_path)]
+        caller = subprocess.Popen(command, start_new_session=True, stderr=log)
+        try:
+            ranks = pids_in(hangs, 2)
+            os.killpg(caller.pid, signal.SIGINT)
+            wait_until(lambda: "the ranks get up to 20 s to stop" in said.read_text("utf-8"))
+            assert all(map(psutil.pid_exists, ranks))
+            os.killpg(caller.pid, signal.SIGINT)
+            assert caller.wait(HANG_S) != 0
+        finally:
+            if caller.poll() is None:
+                os.killpg(caller.pid, signal.SIGKILL)
+                caller.wait()
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    lines = said.read_text("utf-8").splitlines()
+    assert lines[0].endswith("Ctrl-C again ends them at once")
+    assert lines[-1] == "KeyboardInterrupt"
+
+
 def start_caller(client: Client, folder: Path) -> BaseProcess:
     """Run a gang from a separate process."""
     folder.mkdir()
