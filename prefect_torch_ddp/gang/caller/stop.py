@@ -112,13 +112,19 @@ def _obey(why: str, stop: StopSwitch, loop: asyncio.AbstractEventLoop) -> None:
 def _has_stopped(
     over: threading.Event, stop: StopSwitch, loop: asyncio.AbstractEventLoop, error: BaseException
 ) -> bool:
-    """Stop the ranks and wait for that; False if there are none."""
+    """Stop the ranks and wait for that; False if there are none, or if Ctrl-C came again."""
     if not stop.set(loop, f"{named(error)} in its caller"):
         return False
-    if isinstance(error, KeyboardInterrupt):
+    is_pressed = isinstance(error, KeyboardInterrupt)
+    if is_pressed:
         get = "the ranks get up to %g s to stop, a training after one step and saved"
         rank_logger.warning(f"{get}; Ctrl-C again ends them at once", stop.grace_s)
-    over.wait(stop.grace_s + END_TIMEOUT_S)
+    try:
+        over.wait(stop.grace_s + END_TIMEOUT_S)
+    except KeyboardInterrupt:
+        if not is_pressed:
+            raise
+        return False  # its frames would only repeat those of the first one
     return True
 
 
