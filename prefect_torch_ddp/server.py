@@ -267,8 +267,9 @@ def _start_server_alone(home: Path) -> None:
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
             msg = (
-                f"port {address.port} is used by something that isn't a Prefect server: "
-                "stop it, or set PREFECT_API_URL"
+                f"port {address.port} is used by something that isn't a Prefect server: stop it, "
+                "or start a server on another port: `prefect server start --background --port "
+                "4201`, and `export PREFECT_API_URL=http://127.0.0.1:4201/api`"
             )
             raise ServerError(msg)
     log = home / "server.log"

@@ -167,7 +167,7 @@ def _next_commands(record: "RunRecord", where: str) -> "LabelledRows":
         # Its flow still evaluates it, or was killed meanwhile: `resume` asks Prefect.
         return [("if killed", resume)]
     if record.is_over:
-        can_resume = record.is_finished or record.checkpoint is not None
+        can_resume = record.is_finished or record.continues_from is not None
         return [("continue", resume if can_resume else "")]
     # `resume` refuses a run that still trains. The record of one whose process was killed is the
     # same, and may lack the newest checkpoint.

@@ -21,7 +21,9 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.params import TrainParams
+    from prefect_torch_ddp.records.run_record import RunRecord
     from prefect_torch_ddp.results import TrainReport
+    from prefect_torch_ddp.storage.protocol import Storage
 
 DIGITS = "prefect_torch_ddp.examples.digits"
 RESUME_FLAGS = {
@@ -119,7 +121,7 @@ def resume(
     from prefect_torch_ddp.tracking.runs import storage_of
 
     opened = storage_of(storage)
-    run_id = find_run(opened, run)
+    run_id = find_run(opened, _latest_of_flow(opened) if run == "latest" else run)
     record = read_run_record(opened, run_id)
     recorded_dataset(record)  # this and what follows is refused before a server is started
     options, changes = parse_values(option, "-o"), _changes(param, RESUME_FLAGS)
@@ -147,11 +149,35 @@ def resume(
         **before,
         "options": {**recorded.options, **options},
         "storage": storage,
-        "resume_from": run_id,
+        "resume_from": _origin(opened, record),
     }
     params = checked_params({**given, **_over(before, changes)})
     _check_workload(params)
     print(_trained(params))
+
+
+def _latest_of_flow(storage: "Storage") -> str:
+    """Return the newest run of train_flow, which a task's isn't; `latest` if there is none."""
+    from prefect_torch_ddp.records.run_record import list_run_records
+
+    return next((each.run_id for each in list_run_records(storage) if each.is_of_flow), "latest")
+
+
+def _origin(storage: "Storage", record: "RunRecord") -> str:
+    """Return the run to resume from: this one, or the one that it began from if it saved nothing.
+
+    One that began from `latest` or `best` is named itself: these were chosen among the runs of its
+    deployment, and a command's runs are others.
+    """
+    from prefect_torch_ddp.checkpoint.manifest import list_manifests
+
+    began_from = record.parameters.get("resume_from")
+    is_run = isinstance(began_from, str) and not began_from.startswith(
+        ("latest", "best", "flow-run:")
+    )
+    if not is_run or list_manifests(storage, record.run_id):
+        return record.run_id
+    return str(began_from)
 
 
 def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any]:

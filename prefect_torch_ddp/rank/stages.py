@@ -132,7 +132,7 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     except ValidationError as error:
         known = ", ".join(model.model_fields)
         msg = f"the workload's options can't be used: {in_words(error, model)}; there are {known}"
-        raise InvalidParamsError(msg) from error
+        raise InvalidParamsError(msg) from None  # pydantic's text says no more
 
 
 def _assembly(config: RankConfig, data: Path | None = None) -> ContextAssembly:

@@ -145,6 +145,17 @@ class RunRecord(Result):
         return self.model_copy(update=changes).model_dump(mode="json")
 
     @property
+    def continues_from(self) -> str | None:
+        """What `resume_from` is to be to continue this run; None: it begins from the start.
+
+        Until its first checkpoint that is what it was itself to begin from.
+        """
+        if self.checkpoint is not None:
+            return self.run_id
+        began_from = self.parameters.get("resume_from")
+        return began_from if isinstance(began_from, str) else None
+
+    @property
     def unknown(self) -> Unknown:
         """What a later version of this package wrote into the record that was read."""
         return self._unknown

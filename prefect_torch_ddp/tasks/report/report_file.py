@@ -24,7 +24,7 @@ def last_lines(record: RunRecord, links: Links, report_uri: str) -> list[str]:
         links: with Prefect's UI.
         report_uri: empty if it wasn't written.
     """
-    is_open = record.state != "completed" and record.checkpoint is not None
+    is_open = record.state != "completed" and record.continues_from is not None
     url = links.in_ui(record)
     lines = [f"to continue: {resume_line(record)}"] if is_open else []
     lines += [f"the run in Prefect: {url}"] if url else []

@@ -112,6 +112,28 @@ def csv_of(folder: Path, run_id: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
+def test_a_resumed_run_that_saved_nothing_is_resumed_where_it_began(folder: Path) -> None:
+    """Its page, `show`, its error and `resume` name the run before; they told of a new start."""
+    at = ["--storage", "store"]
+    typed(folder, "train", "failing", "-p", "checkpoint.every_steps=10", *at, status=2)
+    (first,) = list_runs(folder / "store")["run_id"]
+    seldom = ["-p", "checkpoint.every_s=null", "-p", "checkpoint.every_steps=1000"]
+    _, said = typed(folder, "resume", "latest", *seldom, *at, status=2)
+    assert f'to continue: resume_from="{first}"' in said
+    second = list_runs(folder / "store")["run_id"][0]
+    assert f"prefect-torch-ddp resume {second}" in typed(folder, "show", second, *at)[0]
+    page = (folder / "store" / "runs" / second / "report.html").read_text(encoding="utf-8")
+    assert "to begin where it began" in page
+    mended = (folder / f"{WORKLOAD}.py").read_text(encoding="utf-8")
+    (folder / "failing.py").write_text(mended, encoding="utf-8")
+    printed, _ = typed(folder, "resume", "latest", *at)
+    assert "80 steps in 5 epochs" in printed
+    third = list_runs(folder / "store")["run_id"][0]
+    assert min(int(line.split(",")[0]) for line in csv_of(folder, third)) > 10
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api")
 def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path) -> None:
     """The terminal shows no frame of torch, Prefect, Dask or this package, and where they are."""
     printed, said = typed(folder, "train", "failing", "--storage", "store", status=2)

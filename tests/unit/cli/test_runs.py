@@ -87,6 +87,24 @@ def test_a_run_that_ended_without_a_checkpoint_is_not_continued(state: str) -> N
     assert dict(facts(RECORD, "", "x"))["if killed"].startswith("prefect-torch-ddp resume")
 
 
+def test_a_resumed_run_that_saved_nothing_is_continued_where_it_began() -> None:
+    """The run before still has its checkpoint."""
+    changes = {"state": "failed", "ended": BEGAN, "parameters": {"resume_from": "old-1"}}
+    ended = RECORD.model_copy(update=changes)
+    assert dict(facts(ended, "", "~/prefect-torch-ddp"))["continue"].endswith(f" resume {RUN}")
+
+
+def test_latest_is_the_newest_run_that_can_be_resumed_here(tmp_path: Path) -> None:
+    """A task's run is passed over; it was chosen, and refused."""
+    storage, latest = DirectoryStorage(tmp_path), {"began": BEGAN + timedelta(days=1)}
+    of_flow = {"parameters": {"workload": "w", "storage": "s"}}
+    write_run_record(storage, DONE.model_copy(update=of_flow))
+    of_task = {"run_id": "fit-1", "dataset": None, "parameters": {}, **latest}
+    write_run_record(storage, RECORD.model_copy(update=of_task))
+    with pytest.raises(InvalidParamsError, match=f"run {RUN} is completed; say what more to do"):
+        resume("latest", storage=str(tmp_path))
+
+
 @pytest.mark.parametrize("changes", [{}, {"state": "failed", "is_tried_again": True}])
 def test_a_run_that_still_trains_is_watched_and_not_resumed(changes: dict[str, object]) -> None:
     """`show` said "took ?", and named `resume`, which refuses a run that still trains.

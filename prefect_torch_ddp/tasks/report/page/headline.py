@@ -104,15 +104,17 @@ def advice(view: RunView) -> str:
     if view.training.status not in ("failed", "cancelled"):
         return ""
     saved, title = view.record.checkpoint, "**What to do**"
+    origin = view.record.continues_from
+    step = "" if saved is None else f"step {count(saved.step)}"
     if view.is_tried_again:
-        step = "the beginning" if saved is None else f"step {count(saved.step)}"
-        return f"{title}: nothing yet, Prefect tries it again, from {step}."
-    if saved is None:
+        where = step or ("the beginning" if origin is None else "where it began")
+        return f"{title}: nothing yet, Prefect tries it again, from {where}."
+    if origin is None:
         says = "run it again. It begins from the start, since there is no checkpoint."
         return f"{title}: {says if not view.training.cause else f'remove the cause and {says}'}"
     first = "remove the cause, then run it" if view.training.status == "failed" else "run it"
     line = code_block(resume_line(view.record))
-    then = f"continue after step {count(saved.step)}"
+    then = f"continue after {step}" if step else "begin where it began"
     if _has_trained(view):
         then = "evaluate the model without training it again"
     says = f"{first} with this parameter, to {then}:"
@@ -126,7 +128,7 @@ def _has_trained(view: RunView) -> bool:
 
 def resume_line(record: RunRecord) -> str:
     """Return the parameter that continues a run, to be copied."""
-    return f'resume_from="{record.run_id}"'
+    return f'resume_from="{record.continues_from}"'
 
 
 def _short_name(experiment: str) -> str:

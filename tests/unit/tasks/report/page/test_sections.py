@@ -276,6 +276,25 @@ def test_a_page_says_what_to_do(status, saved: bool, is_tried_again: bool, says:
     assert len(found) >= 2
 
 
+@pytest.mark.parametrize(
+    ("is_tried_again", "says"),
+    [
+        (False, "remove the cause, then run it with this parameter, to begin where it began:"),
+        (True, "nothing yet, Prefect tries it again, from where it began."),
+    ],
+    ids=["over", "tried again"],
+)
+def test_a_resumed_run_that_saved_nothing_begins_again_where_it_began(
+    is_tried_again: bool, says: str
+):
+    """The checkpoint of the run before is still there."""
+    changes = {"checkpoint": None, "parameters": {"resume_from": "old-1"}}
+    shown = TrainingProgress(4, status="failed", cause="ValueError: boom")
+    page = page_of(shown, RECORD.model_copy(update=changes), is_tried_again=is_tried_again)
+    assert says in page
+    assert ('resume_from="old-1"' in page) == (not is_tried_again)
+
+
 def test_models_and_checkpoints_are_listed_once_and_their_places_are_no_links():
     """The model's line comes first, with its card; then the checkpoints, each with its roles, its
     size and its digest; the newest of those that are kept before the older ones."""
