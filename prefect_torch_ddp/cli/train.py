@@ -78,6 +78,8 @@ def train(
 
     For example: prefect-torch-ddp train my_workload --world-size 2 -o epochs=3
     """
+    from prefect_torch_ddp.tasks.workload import checked_workload
+
     given = {
         "workload": workload,
         "world_size": world_size,
@@ -88,7 +90,7 @@ def train(
         **_cluster(address, cluster_file),
     }
     params = checked_params({**given, **_over(given, _changes(param, TRAIN_FLAGS))})
-    _check_workload(params)
+    checked_workload(params)  # before a server or a cluster is started
     print(_trained(params))
 
 
@@ -117,6 +119,7 @@ def resume(
     """
     from prefect_torch_ddp.records.run_record import read_run_record, recorded_dataset
     from prefect_torch_ddp.server import use_server
+    from prefect_torch_ddp.tasks.workload import checked_workload
     from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.runs import storage_of
 
@@ -152,7 +155,7 @@ def resume(
         "resume_from": _origin(opened, record),
     }
     params = checked_params({**given, **_over(before, changes)})
-    _check_workload(params)
+    checked_workload(params)  # before a server or a cluster is started
     print(_trained(params))
 
 
@@ -248,14 +251,6 @@ def _groups(typed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield f"{prefix}{name}"
             yield from _groups(value, f"{prefix}{name}.")
-
-
-def _check_workload(params: "TrainParams") -> None:
-    """Refuse a workload whose source shows an error, before a server or cluster is started."""
-    from prefect_torch_ddp.tasks.workload import check_options, read_workload
-
-    workload = read_workload(params.workload, has_source=params.source is not None)
-    check_options(workload, params.options, params.data_options)
 
 
 def _trained(params: "TrainParams") -> "TrainReport":

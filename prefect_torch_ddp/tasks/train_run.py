@@ -23,7 +23,7 @@ from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.clusters.current import with_ranks_placed
 from prefect_torch_ddp.tasks.sources import new_source, recorded_source
-from prefect_torch_ddp.tasks.workload import check_options, dataset_id, read_workload
+from prefect_torch_ddp.tasks.workload import checked_workload, dataset_id
 from prefect_torch_ddp.tracking.description import experiment_of, recorded_params
 from prefect_torch_ddp.tracking.resume import resume_point
 from prefect_torch_ddp.tracking.trackers.known import check_trackers
@@ -57,8 +57,7 @@ class Run:
             InvalidParamsError, CheckpointError, StorageError: something given can't work.
         """
         params = with_ranks_placed(params)
-        workload = read_workload(params.workload, has_source=params.source is not None)
-        check_options(workload, params.options, params.data_options)
+        workload = checked_workload(params)
         storage = resolve_storage(params.storage)
         check_trackers(params.trackers, storage)
         storage.check_writable()
@@ -161,6 +160,12 @@ class Run:
             results=results,
             evaluate_on=params.evaluate_on,
         )
+
+
+def refuse_early(params: TrainParams | None = None, **_of_prefect: Any) -> None:
+    """Refuse what a workload's source shows, before Prefect makes a run of train_flow's call."""
+    if isinstance(params, TrainParams):  # Prefect makes one of a dict, or refuses it
+        checked_workload(params)
 
 
 def rank_config(

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.refusals import unknown
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.params import TrainParams
 
 FUNCTIONS = ("prepare", "train", "evaluate")
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
@@ -197,6 +200,13 @@ def check_options(
     there = f"there are {', '.join(sorted(known))}" if known else "it reads none"
     msg = f"workload {workload.name!r} can't take the options: {faults}; {there}"
     raise InvalidParamsError(msg)
+
+
+def checked_workload(params: "TrainParams") -> WorkloadSource:
+    """Return a run's workload; raises InvalidParamsError if it or the options can't be right."""
+    workload = read_workload(params.workload, has_source=params.source is not None)
+    check_options(workload, params.options, params.data_options)
+    return workload
 
 
 def known_options(workload: WorkloadSource) -> frozenset[str] | None:

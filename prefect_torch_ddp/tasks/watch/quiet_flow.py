@@ -17,8 +17,12 @@ R = TypeVar("R")
 
 
 class _QuietFlow(Flow[P, R]):
+    refuse: Callable[..., None] | None = None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
+            if self.refuse is not None and not kwargs.get("return_state"):
+                self.refuse(*args, **kwargs)
             check_embedded_server()
             return super().__call__(*args, **kwargs)
         except (PrefectTorchDdpError, CancelledRun) as error:
@@ -27,13 +31,24 @@ class _QuietFlow(Flow[P, R]):
             raise error.with_traceback(None)  # noqa: B904 - it is the same error
 
 
-def without_frames(made: Flow[P, R]) -> Flow[P, R]:
+def without_frames(
+    refuse: Callable[..., None] | None = None,
+) -> Callable[[Flow[P, R]], Flow[P, R]]:
     """Leave Prefect's frames out of what a flow's call raises if it is ours or a cancel.
 
     This concerns scripts and notebooks, which call the flow. A worker runs it in another way.
+
+    Args:
+        refuse: is called first, with the call's arguments, before Prefect starts a temporary
+            server and makes a flow run. It raises what is wrong with them.
     """
-    made.__class__ = _QuietFlow
-    return made
+
+    def decorate(made: Flow[P, R]) -> Flow[P, R]:
+        made.__class__ = _QuietFlow
+        made.refuse = refuse  # type: ignore[attr-defined]
+        return made
+
+    return decorate
 
 
 def quietly(work: Callable[[], R]) -> R:
