@@ -1,12 +1,30 @@
-"""The digest of a call's arguments by which a `ddp_task` with a `run_key` is known again."""
+"""By what a training of a `run_key` is known again: the call's arguments, and the function."""
 
 import hashlib
 import pickle
 import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePath
+from re import Pattern
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import cloudpickle
+from pydantic import BaseModel
+
+_NUMBERS = int | float | complex | Decimal | Fraction
+_LEAVES = _NUMBERS | str | bytes | bytearray | PurePath | UUID | date | time | timedelta | range
+_LEAVES_OF_TORCH = {"torch.dtype", "torch.device"}
+"""What is written the same way in every process."""
 
 
 def value_digest(value: object) -> str:
@@ -58,3 +76,61 @@ def _array(value: Any) -> str | None:
         return None
     kind = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {about}"
     return f"{kind} {hashlib.sha256(content).hexdigest()}"
+
+
+def own_of(fn: Any) -> tuple[object, ...]:
+    """Return what tells a function from another one that is a task of the same name.
+
+    That is its file, its name in it and, if another function made it, what it has of that. Not its
+    module: a retried flow may have loaded the file under another name.
+    """
+    if isinstance(fn, partial):
+        return (*own_of(fn.func), fn.args, fn.keywords)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return (type(fn).__qualname__,)
+    enclosed = {}
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            value = cell.cell_contents
+            enclosed[name] = type(value).__qualname__
+            with suppress(RecursionError):  # it contains itself, or is nested too deeply
+                enclosed[name] = _form(value)
+    return Path(code.co_filename).name, fn.__qualname__, enclosed
+
+
+def _form(value: Any) -> str:
+    """Write a value's class and its parts; of a function, its name.
+
+    Of any other object only the class: its content needn't be the same in another process.
+    """
+    kind = type(value)
+    if f"{kind.__module__}.{kind.__qualname__}" in _LEAVES_OF_TORCH or (
+        isinstance(value, _LEAVES) and not isinstance(value, Enum)
+    ):
+        parts: Iterable[str] = [repr(value)]
+    elif (name := getattr(value, "__qualname__", None)) is not None:
+        parts = [str(name)]
+    elif isinstance(value, set | frozenset):
+        parts = sorted(map(_form, value))
+    elif isinstance(value, list | tuple | deque):
+        parts = map(_form, value)
+    else:
+        parts = sorted(f"{_form(key)}: {_form(item)}" for key, item in _items(value))
+    return f"{kind.__qualname__}({', '.join(parts)})"
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of an object, each with its name."""
+    if isinstance(value, Enum | Pattern):
+        names = ("name",) if isinstance(value, Enum) else ("pattern", "flags")
+        yield from ((name, getattr(value, name)) for name in names)
+    elif is_dataclass(value):
+        yield from ((each.name, getattr(value, each.name, None)) for each in fields(value))
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, BaseModel):
+        yield from value
+    elif getattr(value, "shape", None) == () and hasattr(value, "item"):  # such as NumPy's
+        with suppress(Exception):  # not at hand, such as a tensor of the device "meta"
+            yield "item", value.item()

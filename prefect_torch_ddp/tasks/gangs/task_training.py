@@ -6,19 +6,15 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 import hashlib
 import inspect
 import re
-from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Self
 
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
-from pydantic import BaseModel, model_validator
-from pydantic_core import to_jsonable_python
+from pydantic import model_validator
 
 from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -32,12 +28,9 @@ from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
-from prefect_torch_ddp.tracking.digest import value_digest
+from prefect_torch_ddp.tracking.digest import own_of, value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
-
-_BytesMode: TypeAlias = Literal["utf8", "hex"]
-"""How bytes are written as JSON: as the text that they are, else in hexadecimal digits."""
 
 
 class TaskParams(ContextParams):
@@ -213,88 +206,13 @@ def experiment_of_task(name: str, params: TaskParams, code: TaskCode) -> str:
     return experiment_of(code.module, name if key is None else f"{name}:{key}")
 
 
-def _own(fn: Any) -> tuple[object, ...]:
-    """Return what tells a function from another one that is a task of the same name.
-
-    That is its file, its name in it and, if another function made it, what it has of that. Not its
-    module: a retried flow may have loaded the file under another name. Of an object that
-    JSON has no form of the class counts: its content needn't be the same in another process.
-    """
-    if isinstance(fn, partial):
-        return (*_own(fn.func), fn.args, fn.keywords)
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return (type(fn).__qualname__,)
-    enclosed = {}
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not assigned yet
-            enclosed[name] = _content(cell.cell_contents)
-    return Path(code.co_filename).name, fn.__qualname__, enclosed
-
-
-def _content(value: Any) -> tuple[object, ...]:
-    """Return a value's class, and its content as JSON has it, the same in every process.
-
-    Of what contains itself, or is nested too deeply, only the class.
-    """
-    with suppress(RecursionError):
-        return _class_and_content(value)
-    return (type(value).__qualname__,)
-
-
-def _class_and_content(value: Any) -> tuple[object, ...]:
-    kind = type(value).__qualname__
-    for bytes_mode in get_args(_BytesMode):
-        try:
-            return kind, _as_json(value, bytes_mode)
-        except (TypeError, ValueError) as error:
-            if re.search("Circular reference|serialization depth", str(error)):  # pydantic's
-                raise RecursionError from error
-    # JSON has no form of it, such as of a dict with a set in a key: part by part.
-    if is_dataclass(value):
-        value = {each.name: getattr(value, each.name, None) for each in fields(value)}
-    if isinstance(value, BaseModel):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        items = ((_class_and_content(key), _class_and_content(value[key])) for key in value)
-        return kind, sorted(items, key=repr)
-    if isinstance(value, set | frozenset):
-        return kind, sorted(map(_class_and_content, value), key=repr)
-    return kind, *map(_class_and_content, value if isinstance(value, list | tuple | deque) else ())
-
-
-def _as_json(value: Any, bytes_mode: _BytesMode) -> Any:
-    def in_order(value: Any) -> Any:
-        if isinstance(value, set | frozenset):
-            return sorted((_as_json(each, bytes_mode) for each in value), key=repr)
-        if is_dataclass(value) and not isinstance(value, type):
-            return {each.name: in_order(getattr(value, each.name, None)) for each in fields(value)}
-        if isinstance(value, dict):
-            return {
-                str(in_order(key)) if isinstance(key, frozenset) else key: in_order(item)
-                for key, item in value.items()
-            }
-        return [in_order(each) for each in value] if type(value) in (list, tuple) else value
-
-    return to_jsonable_python(
-        in_order(value), fallback=_plain, inf_nan_mode="strings", bytes_mode=bytes_mode
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of no elements, such as NumPy's, as Python's; else a name."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
 def task_run_id(context: TaskRunContext, params: TaskParams, code: TaskCode, call: Call) -> str:
     """Name the training of a task run: its own, or with a `run_key` that of all equal calls."""
     if params.run_key is None:
         return run_id_of(context.task.name, context.task_run.id)
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    own = _own(call.fn) if code.script_args is None else (code.module, code.script_args)
+    own = own_of(call.fn) if code.script_args is None else (code.module, code.script_args)
     where = (str(context.task_run.flow_run_id), context.task.name, *own)
     digest = value_digest(
         (where, params.run_key, params.resume_from, chosen, tuple(call.args), dict(call.kwargs))

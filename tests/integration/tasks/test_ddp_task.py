@@ -496,6 +496,27 @@ def test_equal_arguments_have_one_digest_in_every_process(
     assert len(set(there.split())) == 7
 
 
+ENCLOSED = """
+from tests.unit.tasks.test_run_id import KEYED, Classes, made_with, name_of
+letters = frozenset({"class_a", "class_b", "class_c", "class_d"})
+for value in (letters, {"x": letters}, {letters: 1}, {Classes(letters): 1}, Classes(letters)):
+    print(name_of(KEYED, 1, fn=made_with(value)))
+"""
+
+
+@pytest.mark.extended
+def test_a_function_that_encloses_sets_has_one_name_in_every_process() -> None:
+    """Also in an object that is a key of a dict, whatever the seed of hashes."""
+    printed = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", ENCLOSED]
+        run = subprocess.run(command, env=env, capture_output=True, check=True, text=True)
+        printed.add(run.stdout)
+    assert len(printed) == 1
+    assert len(set(printed.pop().split())) == 5
+
+
 @pytest.mark.long
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

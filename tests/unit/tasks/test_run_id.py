@@ -38,6 +38,13 @@ class Shape:
     size: int
 
 
+@dataclass(frozen=True)
+class Classes:
+    """One that can be a key."""
+
+    of: frozenset[Any]
+
+
 class Model(BaseModel):
     """A model of pydantic's."""
 
@@ -202,6 +209,34 @@ def made_with(loss: Any) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
+    "enclose",
+    [
+        lambda value: value,
+        lambda value: [(value,)],
+        lambda value: {value: 2},
+        lambda value: {Classes(frozenset({value})): 2},
+        lambda value: Model(of=value),
+    ],
+    ids=["itself", "a part", "a key", "in a key", "in a model"],
+)
+def test_kinds_of_enclosed_values_count(enclose: Callable[[Any], Any]) -> None:
+    """Also where Python or JSON takes one for the other."""
+    values: list[Any] = [1, 1.0, True, "1", b"1", 1 + 0j, Decimal(1), np.int64(1), (1,), None]
+    values += [frozenset({1}), torch.float16, torch.float32, torch.device("cpu")]
+    names = [name_of(KEYED, 1, fn=made_with(enclose(each))) for each in values]
+    assert len(set(names)) == len(values)
+    assert names == [name_of(KEYED, 1, fn=made_with(enclose(each))) for each in values]
+
+
+def test_an_enclosed_iterator_is_left_to_the_function() -> None:
+    """A task's name reads none of it; nor the content of a tensor that has none."""
+    values = (i for i in range(3))
+    for each in (values, torch.empty((), device="meta")):
+        assert name_of(KEYED, 1, fn=made_with(each)) == name_of(KEYED, 1, fn=made_with(each))
+    assert [*values] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
     ("one", "other"),
     [
         (b"\xff", b"\xfe"),
@@ -283,8 +318,12 @@ def test_a_file_under_another_name_makes_the_same_function(tmp_path: Path, kind:
         Shape,
         lambda values: {frozenset(values): 1},
         lambda values: {("a", frozenset(values)): 1},
+        lambda values: {Classes(frozenset(values)): 1},
     ],
-    ids=["in a dict", "beside bytes", "deeper", "in an object", "as a key", "in a key"],
+    ids=[
+        *("in a dict", "beside bytes", "deeper", "in an object", "as a key", "in a key"),
+        "in an object that is a key",
+    ],
 )
 def test_the_order_of_enclosed_sets_does_not_count(enclose: Callable[[Any], Any]) -> None:
     """It is another one in each process."""
