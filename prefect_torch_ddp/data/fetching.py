@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, get_w
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
-from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
+from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed, short_digest
 from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.errors import CorruptImageError
 
@@ -103,6 +103,24 @@ class HasCategories(ABC):
     @abstractmethod
     def categories(self) -> Mapping[str, tuple[str, ...]]:
         """The values of each category by column name; a value's code is its position."""
+
+    @property
+    @abstractmethod
+    def in_order(self) -> tuple[str, ...]:
+        """The features and targets, as they lie in x and y; none if batches are dicts."""
+
+
+def lists_of(dataset: object) -> dict[str, Sequence[str]]:
+    """Return the lists by whose order a model knows what a table's numbers mean, by name."""
+    inner = _without_subsets(dataset)[0]
+    if not isinstance(inner, HasCategories):
+        return {}
+    lists = {f"categories of {name}": values for name, values in inner.categories.items()}
+    if not inner.in_order:
+        return {**lists}
+    # Other columns are no other order of these.
+    names = short_digest(repr(sorted(inner.in_order)).encode(errors="surrogatepass"))
+    return {**lists, f"features and targets ({names})": inner.in_order}
 
 
 def categories_of(dataset: object) -> Mapping[str, tuple[str, ...]]:

@@ -35,6 +35,11 @@ class Table(ReadByPosition, HasCategories):
         """The values of each category by column name; a value's code is its position."""
         return {name: each.values for name, each in self.rows.columns.items() if each.values}
 
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """The features and targets, as they lie in x and y; none if batches are dicts."""
+        return self.rows.form.names if self.rows.form.has_features else ()
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -67,6 +72,11 @@ class CopiedTable(WholeBatches, HasCategories):
     def categories(self) -> dict[str, tuple[str, ...]]:
         """The values of each category by column name; a value's code is its position."""
         return dict(self._copy.categories)
+
+    @property
+    def in_order(self) -> tuple[str, ...]:
+        """The features and targets, as they lie in x and y; none if batches are dicts."""
+        return tuple(self._copy.form.names) if self._copy.form.has_features else ()
 
     @property
     def layout(self) -> str:

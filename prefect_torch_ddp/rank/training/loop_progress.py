@@ -1,7 +1,7 @@
 """How far the loops of a training are: only `StepLoop` moves it; free of torch."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -33,6 +33,8 @@ class Position(NamedTuple):
     """Steps that this call has made."""
     is_whole: bool = False
     """Whether this call made all of its steps; one that was left by a break didn't."""
+    meaning: Mapping[str, Sequence[Any]] | None = None
+    """What the numbers of a table mean in this call; see `meaning_in`."""
 
     @property
     def is_between_epochs(self) -> bool:
@@ -168,6 +170,10 @@ class LoopProgress:
     def enter_call_without_epochs(self, loop: int) -> None:
         """Enter a call of `steps` without a loader; see `Position.entered_without_epochs`."""
         self.position = self.position.entered_without_epochs(loop)
+
+    def note_meaning(self, meaning: Mapping[str, Sequence[Any]] | None) -> None:
+        """Take in what the numbers mean in the call that begins."""
+        self.position = self.position._replace(meaning=meaning)
 
     def begin_loop(self, epochs: float, num_batches: int) -> float:
         """Take the length of the call of `steps`; return how many steps are left of it.

@@ -14,7 +14,12 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.strategies.strategy import Strategy
 from prefect_torch_ddp.rank.training.calls.plans import Plan, plan_for
-from prefect_torch_ddp.rank.training.calls.same_data import refuse_different, refuse_other_order
+from prefect_torch_ddp.rank.training.calls.same_data import (
+    meaning_in,
+    refuse_different,
+    refuse_other_meaning,
+    refuse_other_order,
+)
 from prefect_torch_ddp.rank.training.loop_progress import Requests
 from prefect_torch_ddp.rank.training.replay import Replay
 from prefect_torch_ddp.rank.training.reporting.reporter import Reporter
@@ -79,10 +84,12 @@ class StepLoop:
         if loop == 0:
             self._state.begin()
             self._warn_of_no_epochs(plan)
+        refuse_other_meaning(progress.position, loop, plan)
         if self._is_over(loop, plan) or progress.has_stopped:
             return
         self._state.enter_call()
         plan.enter(progress, loop)
+        progress.note_meaning(meaning_in(plan))
         if progress.position.stopped_early:
             return
         refuse_different(self._end.stops, self._rank, loop, plan)

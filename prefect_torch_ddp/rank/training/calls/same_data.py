@@ -1,12 +1,19 @@
-"""Whether all ranks begin a loop with the same dataset, batches and length; no rank waits."""
+"""Whether all ranks begin a loop with the same dataset, batches and length; no rank waits.
+
+Also whether a resumed one has numbers that mean the same as before.
+"""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from prefect_torch_ddp.data.fetching import lists_of
+from prefect_torch_ddp.data.sampler import short_digest
 from prefect_torch_ddp.data.traits import differing
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.training.agreement import Agreement
 from prefect_torch_ddp.rank.training.calls.plans import OverLoader, Plan
+from prefect_torch_ddp.rank.training.loop_progress import Position
 
 
 def describe_loop(plan: Plan) -> dict[str, Any]:
@@ -50,6 +57,41 @@ def refuse_other_order(agreement: Agreement, rank: int, loop: int, epoch: int, o
             "torch.Generator().manual_seed(epoch)"
         )
         raise InvalidParamsError(msg)
+
+
+def meaning_in(plan: Plan) -> dict[str, list[Any]] | None:
+    """Return what a table's numbers mean in a call: the length and digest of each list, by name."""
+    return {name: [len(each), _digest(each)] for name, each in _lists(plan).items()} or None
+
+
+def refuse_other_meaning(position: Position, loop: int, plan: Plan) -> None:
+    """Compare a call's table with that of the same call in the checkpoint that is resumed.
+
+    Values that follow those of then change no code.
+
+    Raises:
+        InvalidParamsError: its numbers mean something else to the model.
+    """
+    if loop != position.loop or position.meaning is None:
+        return
+    for name, values in _lists(plan).items():
+        length, digest = position.meaning.get(name, (0, _digest(())))
+        if _digest(values[:length]) != digest:
+            msg = (
+                f"the table in call {loop + 1} of ctx.steps lists the {name} in another way than "
+                "at the checkpoint that is resumed, and the model would take its numbers for "
+                "others: give table() the list of then. New categories go to its end. A list that "
+                "is made of a set has another order in each process: sort it"
+            )
+            raise InvalidParamsError(msg)
+
+
+def _lists(plan: Plan) -> dict[str, Sequence[str]]:
+    return lists_of(plan.loader.dataset) if isinstance(plan, OverLoader) else {}
+
+
+def _digest(values: Sequence[str]) -> str:
+    return short_digest(repr(tuple(values)).encode(errors="surrogatepass"))
 
 
 def _difference(rank: int, here: dict[str, Any], there: dict[str, Any]) -> str | None:
