@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def test_the_right_rank_is_blamed(
     if how.startswith("SIG"):
         assert error.failure.stderr_tail[-1] == "last words"
     assert error.__context__ in {None, error.__cause__}, "it comes of nothing else"
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert frames == ["test_the_right_rank_is_blamed", "run_gang"], "and shows no more frames"
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert type(again.__cause__) is type(error.__cause__)
