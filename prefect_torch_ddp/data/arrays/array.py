@@ -142,7 +142,8 @@ def array(  # noqa: PLR0913 - what is read, how it is cut, and the way to a buck
 
 
 def _check(nan: object, missing: object) -> None:
-    is_number = isinstance(nan, int | float) and not isinstance(nan, bool) and math.isfinite(nan)
+    # Not math.isfinite, for which a whole number may be too large.
+    is_number = isinstance(nan, int | float) and not isinstance(nan, bool) and abs(nan) < math.inf
     if not is_number and nan not in {"refuse", "keep"}:
         msg = f"nan is {nan!r}; choose 'refuse', 'keep' or a number"
         raise InvalidParamsError(msg)

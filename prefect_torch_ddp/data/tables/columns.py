@@ -196,5 +196,7 @@ def _is_held(fill: Value, dtype: str) -> bool:
     if isinstance(fill, bool | str):
         return True
     if dtype.startswith("float"):
-        return not math.isfinite(fill) or abs(fill) <= float(np.finfo(dtype).max)
+        # A whole number may be too large for math.isfinite.
+        is_special = isinstance(fill, float) and not math.isfinite(fill)
+        return is_special or abs(fill) <= float(np.finfo(dtype).max)
     return bool(np.iinfo(dtype).min <= fill <= np.iinfo(dtype).max)

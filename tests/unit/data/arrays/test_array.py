@@ -298,7 +298,10 @@ def test_a_number_too_large_for_int64_is_refused(dtype) -> None:
 
 def test_a_number_for_nan_has_to_fit() -> None:
     """It isn't made infinite: also not in float16 that is normalised afterwards."""
-    for dtype, nan in (("float16", 1e5), ("float32", -1e300), ("complex64", 1e39)):
+    for dtype, nan in (
+        *(("float16", 1e5), ("float32", -1e300), ("complex64", 1e39)),
+        *(("float64", 10**400), ("float32", -(10**400))),
+    ):
         data = xr.Dataset({"a": ("time", np.ones(4, dtype)), "n": ("time", np.ones(4, "int8"))})
         scale = {} if dtype == "complex64" else {"a": (0, 1)}
         says = rf"{re.escape(str(nan))}, which a of .*{dtype}.* can't hold"

@@ -565,7 +565,7 @@ def test_a_fill_needs_room_in_the_tensor_and_not_in_the_file(tmp_path) -> None:
     small = {"a": pa.array([1, None], pa.uint16()), "b": pa.array([1, None], pa.uint8())}
     folder = write(tmp_path / "a.parquet", {**small, "c": pa.array([1, None], pa.float32())})
     assert only_batch(table(folder, ["a"], fill={"a": -1}))["a"].tolist() == [1, -1]
-    for name, value in (("b", -1), ("b", 256), ("a", 2**31), ("c", 1e300)):
+    for name, value in (("b", -1), ("b", 256), ("a", 2**31), ("c", 1e300), ("c", -(10**400))):
         with pytest.raises(InvalidParamsError, match=f"column {name}, which .* can't hold"):
             table(folder, [name], fill={name: value})
 
