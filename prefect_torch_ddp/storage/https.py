@@ -34,6 +34,7 @@ from prefect_torch_ddp.storage.protocol import (
 SCHEME = "https://"
 MAX_BYTES = 4 * 2**30
 """Of a file, which is held in memory while it is read."""
+MAX_PORT = 65535
 ANSWER_S = 60.0
 """How long the server may be silent."""
 NUM_TRIES = 4
@@ -259,6 +260,14 @@ class _HttpsOnly(urllib.request.HTTPRedirectHandler):
             scheme = given[-1].partition(":")[0]
             given[1].close()
             msg = f"{given[0].full_url} leads to an address with {scheme}:, and only https is read"
+            raise StorageError(msg)
+        port = re.search(r":(\d+)$", urlsplit(given[-1]).netloc)
+        if port and int(port[1]) > MAX_PORT:  # or another one would be asked, in silence
+            given[1].close()
+            msg = (
+                f"{given[0].full_url} leads to an address with the port {port[1]}, which is above "
+                f"{MAX_PORT}"
+            )
             raise StorageError(msg)
         return super().redirect_request(*given)
 

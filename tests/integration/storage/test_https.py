@@ -111,6 +111,11 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
             "my%20names.txt can't be read: nonnumeric port: 'abc'$",
         ),
         (
+            {"statuses": [302], "headers": {"Location": "https://127.0.0.1:65536/x"}},
+            StorageError,
+            "my%20names.txt leads to an address with the port 65536, which is above 65535$",
+        ),
+        (
             {"headers": {"ETag": "1" * 70_000}},
             StorageError,
             "in 4 tries: the answer can't be read: LineTooLong",
@@ -130,6 +135,7 @@ def test_what_is_not_the_listed_file_is_an_error(url: str, answers: Answers) -> 
         "no HTTP",
         "a broken redirect",
         "a redirect to no port",
+        "a redirect to too high a port",
         "too long a line",
         "a redirect without TLS",
     ],
