@@ -18,6 +18,8 @@ SCHEMES: Mapping[str, Callable[..., Storage]] = {"s3": S3Storage.from_uri}
 """Those that come along; each is called with the URI."""
 OF_FSSPEC = frozenset({"s3"})
 """Those of `SCHEMES` that fsspec opens too."""
+OF_HADOOP = frozenset({"s3a", "s3n"})
+"""How Hadoop and Spark write s3."""
 GROUP = "prefect_torch_ddp.storages"
 """The group of entry points by which installed packages name their own schemes."""
 WITHOUT_TLS = frozenset({"http", "ftp"})
@@ -57,13 +59,14 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
         msg = "there are spaces around the storage's name; remove them"
         raise InvalidParamsError(msg)
     scheme, _, rest = uri.partition(":")
+    names_one = rest.startswith("//") and not is_path(uri)
+    make = _maker_of(scheme.lower()) if names_one else None
     if access and (is_path(uri) or scheme.lower() != "s3"):
         kind = f"{uri} is a folder" if is_path(uri) else f"{scheme}: isn't S3"
         msg = f"{kind}; {', '.join(access)} belong to an s3:// URI"
         raise InvalidParamsError(msg)
     if is_path(uri):
         return DirectoryStorage(Path(uri))
-    make = _maker_of(scheme.lower()) if rest.startswith("//") else None
     if make is None:
         way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
         msg = f"{scheme}: names no known storage; {way_out}"
@@ -146,6 +149,9 @@ def _maker_of(scheme: str) -> Callable[..., Storage] | None:
     if scheme in SCHEMES:
         return SCHEMES[scheme]
     found = _named(scheme)
+    if scheme in OF_HADOOP and not found:
+        msg = f"{scheme}: is how Hadoop and Spark write s3:; write s3:// in its place"
+        raise InvalidParamsError(msg)
     if len(found) > 1:
         msg = f"{scheme}: is named by several packages, {', '.join(found)}; uninstall all but one"
         raise InvalidParamsError(msg)

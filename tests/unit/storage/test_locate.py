@@ -73,6 +73,17 @@ def test_anything_else_is_refused_with_what_to_write(uri):
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("uri", ["s3a://b/p", "S3N://AKIA:hunter2@b"])
+def test_hadoops_names_of_s3_are_refused_with_what_to_write(uri, install):
+    """As Spark writes URIs; unless a package has that scheme."""
+    says = "^s3[an]: is how Hadoop and Spark write s3:; write s3:// in its place$"
+    for access in ({}, {"region": "here"}):
+        with pytest.raises(InvalidParamsError, match=says):
+            storage_from_uri(uri, **access)
+    install("hadoop", s3a=f"{__name__}:shelf_of", s3n=f"{__name__}:shelf_of")
+    assert storage_from_uri(uri) == Shelf(uri=uri)
+
+
 def test_what_is_a_storage_stays_one():
     """A function that takes a storage or its name has no other rule for names."""
     storage = S3Storage("bucket", region="here")
