@@ -6,6 +6,7 @@ Prefect sends them from its own thread; what goes wrong there reaches no trainin
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from prefect.events import emit_event
@@ -13,6 +14,7 @@ from prefect.events.worker import EventsWorker
 from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_jsonable_python
 
+from prefect_torch_ddp.records.non_finite import as_stored
 from prefect_torch_ddp.records.run_record import RunRecord
 
 NAMESPACE = "prefect-torch-ddp"
@@ -22,6 +24,15 @@ the newest is always sent."""
 SEND_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+def plain_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event's payload as JSON has it, with texts for NaN and infinities as in records.
+
+    Prefect would send null for them.
+    """
+    plain: dict[str, Any] = as_stored(to_jsonable_python(payload, fallback=str))
+    return plain
 
 
 class RunEvents:
@@ -105,8 +116,7 @@ class RunEvents:
         if "state" in payload:
             resource[f"{NAMESPACE}.state"] = payload["state"]  # automations match only by labels
         try:
-            whole = {**self._about, **payload}
-            plain = to_jsonable_python(whole, inf_nan_mode="strings", fallback=str)
+            plain = plain_payload({**self._about, **payload})
             emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
         except Exception as error:  # noqa: BLE001 - the training continues without its events
             level = logging.DEBUG if self._has_failed else logging.WARNING

@@ -1,12 +1,17 @@
-"""Events are told from two threads: the task's, and that of its live report."""
+"""Events: what is in them; and they are told from two threads, the task's and its live report's."""
 
+import json
 import threading
 import time
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+from prefect.events import Event
+from prefect.events.schemas.events import Resource
+
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.tracking.bus import INTERVAL_S, RunEvents
+from prefect_torch_ddp.tracking.bus import INTERVAL_S, RunEvents, plain_payload
 from tests.support.waiting import HANG_S
 
 NUM_TURNS = 10_000
@@ -55,3 +60,15 @@ def test_two_threads_tell_of_one_run() -> None:
     events.other.join(HANG_S)
     held = [(name, number) for number in (0, 1) for name in INTERVAL_S]
     assert events.sent == [*held, ("rank.failed", 1), ("training.finished", 2)]
+
+
+def test_a_metric_that_is_not_finite_is_in_an_event_as_in_the_records() -> None:
+    """Not as null, which Prefect sends for it: an automation may tell a loss of NaN from none."""
+    metrics = {"loss": float("nan"), "best": np.float64("-inf"), "lr": 0.1, "top": None}
+    payload = plain_payload({"metrics": metrics, "of": (float("inf"), 1)})
+    resource = Resource({"prefect.resource.id": "run"})
+    event = Event(event="epoch.completed", resource=resource, payload=payload)
+    assert json.loads(event.model_dump_json())["payload"] == {
+        "metrics": {"loss": "NaN", "best": "-Infinity", "lr": 0.1, "top": None},
+        "of": ["Infinity", 1],
+    }
