@@ -196,7 +196,7 @@ def _is_held(fill: Value, dtype: str) -> bool:
     if isinstance(fill, bool | str):
         return True
     if dtype.startswith("float"):
-        # A whole number may be too large for math.isfinite.
-        is_special = isinstance(fill, float) and not math.isfinite(fill)
-        return is_special or abs(fill) <= float(np.finfo(dtype).max)
+        # NaN and infinities too; not math.isfinite, for which a whole number may be too large.
+        most = float(np.finfo(dtype).max)
+        return not most < abs(fill) < math.inf
     return bool(np.iinfo(dtype).min <= fill <= np.iinfo(dtype).max)
