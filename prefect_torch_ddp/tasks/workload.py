@@ -259,7 +259,8 @@ def options_of_prepare(workload: WorkloadSource) -> frozenset[str]:
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     found, models = set[str](), set[str]()
     for node in attributes:
-        match node.attr == "options" and _read_by(node, parents), parents[parents[node]]:
+        # An annotation's or a decorator's parent is `prepare` itself, which has none here.
+        match node.attr == "options" and _read_by(node, parents), parents.get(parents[node]):
             case ("name", name), _:
                 found.add(name)
             case ("model", _), ast.Assign(targets=[ast.Name(id=variable)]):

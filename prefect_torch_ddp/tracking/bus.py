@@ -95,8 +95,8 @@ class RunEvents:
             at: where it was: step, attempt and world size.
         """
         more = {"report": report_uri} if report_uri else {}
-        if record.state != "completed" and record.checkpoint is not None:
-            more["resume_from"] = record.run_id
+        if record.state != "completed" and record.continues_from is not None:
+            more["resume_from"] = record.continues_from
         self.emit("training.finished", **at, state=record.state, cause=record.cause, **more)
 
     def flush(self) -> None:

@@ -336,12 +336,13 @@ AS_MODEL = "def prepare(ctx):\n    o = read_options(Options, ctx.options)\n    r
         (OTHERS + MODEL + AS_MODEL, {"size"}),
         (OTHERS + "def prepare(ctx): return 'a' in ctx.options\n", {"a"}),
         (OTHERS + MODEL + READ, set()),
+        (OTHERS + "@torch.no_grad\n" + PLAIN.replace("(ctx):", "(ctx) -> np.ndarray:"), {"a", "b"}),
         (
             PLAIN.replace("prepare", "train") + "def prepare(ctx): ...\ndef evaluate(ctx): ...\n",
             set(),
         ),
     ],
-    ids=["by key", "by a model's field", "asked for", "a model handed on", "by train"],
+    ids=["by key", "by a model's field", "asked for", "a model handed on", "annotated", "by train"],
 )
 def test_an_option_of_prepare_is_refused_among_those_that_it_does_not_get(
     write: Write, source: str, read: set[str]
