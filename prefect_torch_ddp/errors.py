@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Self
 
-from prefect_torch_ddp.frames import users_frames
+from prefect_torch_ddp.frames import shorten_uncaught, users_frames, users_traceback
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
@@ -56,6 +56,13 @@ class PrefectTorchDdpError(Exception):
         except Exception:  # noqa: BLE001 - a user's class may refuse in any way
             cause = None
         return _rebuild, (type(self), self.args, cause, tuple(getattr(self, "__notes__", ())))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and Jupyter show of the error, which ask for this by its name."""
+        return users_traceback(self).splitlines()
+
+
+shorten_uncaught(PrefectTorchDdpError)
 
 
 @exported_by("prefect_torch_ddp")

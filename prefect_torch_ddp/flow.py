@@ -24,7 +24,7 @@ from prefect_torch_ddp.tasks.publish import failure_published, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.train_run import Run, refuse_early
 from prefect_torch_ddp.tasks.watch.beside_flow import flow_watched
-from prefect_torch_ddp.tasks.watch.quiet_flow import quietly, without_frames
+from prefect_torch_ddp.tasks.watch.quiet_flow import checked_first, quietly
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 # Its futures are PrefectDaskFutures.
-@without_frames(refuse_early)
+@checked_first(refuse_early)
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish it all.
@@ -69,7 +69,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     return quietly(lambda: _run(Run.from_params(params)))
 
 
-@without_frames()
+@checked_first()
 @flow(name="evaluate-checkpoint", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def evaluate_flow(
     checkpoint: str, storage: str | None = None, cluster: ClusterParams | None = None

@@ -116,11 +116,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     refuse_held_resources(plan.resources)
     leave_thread()
-    try:
-        values = restarts.run(attempt_once)
-    except GangError as error:
-        # Its text has the frames of the rank's function; this package's would be 30 lines more.
-        raise error.with_traceback(None)  # noqa: B904 - it is the same error
+    values = restarts.run(attempt_once)
     return [_unpickle_value(data, rank) for rank, data in enumerate(values)]
 
 

@@ -1,11 +1,15 @@
 """The frames that an error shows."""
 
+import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
-from prefect_torch_ddp import RankFailedError
-from prefect_torch_ddp.frames import users_frames
+from prefect_torch_ddp import InvalidParamsError, RankFailedError, storage_from_uri
+from prefect_torch_ddp.frames import users_frames, users_traceback
 from tests.support.failures import BOOM
 
 TRACEBACK = f"""Traceback (most recent call last):
@@ -50,3 +54,44 @@ def test_an_error_says_where_the_whole_traceback_is() -> None:
     assert only_here[-1] == "the whole traceback: traceback_text of this error"
     whole = str(RankFailedError(replace(failure, traceback_text=LEFT), 1))
     assert "the whole traceback" not in whole, "it is shown"
+
+
+def test_an_error_of_this_process_shows_the_users_frames_and_causes() -> None:
+    """A cause within a library only isn't shown: our errors' texts say what it was."""
+    with pytest.raises(InvalidParamsError) as caught:
+        storage_from_uri("ftp://host/runs")
+    caught.value.add_note("a note")
+    caught.value.__cause__ = _raised_by(json.loads)
+    head, frame, code, *text, note = users_traceback(caught.value).splitlines()[:100]
+    assert head == "Traceback (most recent call last):"
+    assert f'File "{__file__}"' in frame
+    assert code.strip() == 'storage_from_uri("ftp://host/runs")'
+    assert "\n".join(text) == f"prefect_torch_ddp.InvalidParamsError: {caught.value}"
+    assert note == "a note"
+    caught.value.__cause__ = _raised_by(_of_the_user)
+    assert "ZeroDivisionError" in users_traceback(caught.value)
+
+
+def test_ipython_and_python_show_an_error_of_ours_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python prints other errors in its own way."""
+    with pytest.raises(InvalidParamsError) as caught:
+        storage_from_uri("ftp://host/runs")
+    shown = users_traceback(caught.value)
+    assert caught.value._render_traceback_() == shown.splitlines()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert capsys.readouterr().err == shown
+    other = _raised_by(json.loads)
+    sys.excepthook(type(other), other, other.__traceback__)
+    assert "json/__init__.py" in capsys.readouterr().err
+
+
+def _of_the_user(_: object) -> None:
+    raise ZeroDivisionError
+
+
+def _raised_by(function: Callable[[str], object]) -> Exception:
+    """Return what a function raises, without the frame of its call."""
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+        function("{")
+    assert caught.tb is not None
+    return caught.value.with_traceback(caught.tb.tb_next)

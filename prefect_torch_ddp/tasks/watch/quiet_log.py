@@ -2,15 +2,23 @@
 
 import copy
 import logging
+import re
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.frames import shorten_uncaught
+
+_STATE = re.compile(
+    r"""(Finished in state \w+\((['"]).*?)\\n.*Traceback \(most recent call last\).*"""
+)
+"""Prefect logs a failed run's state by its repr: 20 lines in one, with escaped ends of lines."""
 
 
 class WithoutFrames(logging.Formatter):
     """Another formatter, but without the frames of our own errors: their texts say what is wrong.
 
     Whoever runs the flow gets the error itself, with all of them. The notes are kept, since they
-    say how to continue and where the report is.
+    say how to continue and where the report is. Of a state with a traceback only the first line is
+    logged: the run's page and state, and the error, have all of it.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:
@@ -20,8 +28,13 @@ class WithoutFrames(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as text."""
+        if record.levelno <= logging.DEBUG:
+            return self._inner.format(record)
+        if isinstance(record.msg, str) and (state := _STATE.fullmatch(record.msg)) is not None:
+            record = copy.copy(record)
+            record.msg = f"{state[1]}{state[2]})"
         error = record.exc_info[1] if record.exc_info else None
-        if record.levelno <= logging.DEBUG or not isinstance(error, PrefectTorchDdpError):
+        if not isinstance(error, PrefectTorchDdpError):
             return self._inner.format(record)
         record = copy.copy(record)
         record.exc_info = record.exc_text = None
@@ -31,10 +44,11 @@ class WithoutFrames(logging.Formatter):
 def quiet_frames() -> None:
     """Have Prefect's log, in this terminal and in the UI, leave out the frames of our own errors.
 
-    A deployed run's error has no frames when its flow raises it, but Prefect's engine adds its own
-    and logs them: "Engine execution exited with unexpected exception".
+    Prefect's engine logs them, of a deployed run too: "Engine execution exited with unexpected
+    exception". Nor does Python show those of a cancel when a script ends by one.
     """
     import prefect.main  # noqa: F401, PLC0415 - configures logging
+    from prefect.exceptions import CancelledRun  # noqa: PLC0415 - takes a second with the others
     from prefect.logging.handlers import (  # noqa: PLC0415 - the same
         APILogHandler,
         PrefectConsoleHandler,
@@ -46,3 +60,4 @@ def quiet_frames() -> None:
             is_ours = isinstance(formatter, WithoutFrames)
             if isinstance(handler, (PrefectConsoleHandler, APILogHandler)) and not is_ours:
                 handler.setFormatter(WithoutFrames(formatter))
+    shorten_uncaught(CancelledRun)

@@ -42,6 +42,43 @@ from prefect_torch_ddp import TrainParams, train_flow
 if __name__ == "__main__":
     train_flow(TrainParams(workload="failing", world_size=2, storage="store"))
 """
+SCRIPTS = {
+    "the pipeline": SCRIPT,
+    "the pipeline in a flow": """
+from prefect import flow
+from prefect_torch_ddp import TrainParams, train_flow
+
+@flow
+def nightly():
+    return train_flow(TrainParams(workload="failing", world_size=2, storage="store"))
+
+if __name__ == "__main__":
+    nightly()
+""",
+    "a task": """
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import ddp_task, local_cluster
+import failing
+
+fit = ddp_task(failing.wrong, world_size=2, storage="store")
+
+@flow(task_runner=DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs={"n_workers": 2}))
+def line():
+    return fit.submit().result()
+
+if __name__ == "__main__":
+    line()
+""",
+    "a call": """
+from distributed import Client, LocalCluster
+from prefect_torch_ddp import run_gang
+
+if __name__ == "__main__":
+    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+        run_gang(client, "failing:wrong", args=(None,), world_size=2)
+""",
+}
 
 
 @pytest.fixture
@@ -51,7 +88,8 @@ def folder(tmp_path: Path) -> Path:
     source = rest.partition("\n```")[0]
     (tmp_path / f"{WORKLOAD}.py").write_text(source, encoding="utf-8")
     failing = source.replace("loss.backward()", f"loss.backward()\n        {WRONG}")
-    (tmp_path / "failing.py").write_text(failing, encoding="utf-8")
+    wrong = "\n\ndef wrong(ctx):\n    torch.nn.Linear(3, 1)(torch.zeros(2, 2))\n"
+    (tmp_path / "failing.py").write_text(failing + wrong, encoding="utf-8")
     return tmp_path
 
 
@@ -142,6 +180,7 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
     assert "WARNING" in said, "of the first attempt"
     assert "site-packages" not in text
     assert str(ROOT / "prefect_torch_ddp") not in text
+    assert "\\n" not in text, "no traceback whose ends of lines are escaped"
     last = said[said.rindex("prefect-torch-ddp: ") :]
     assert SAYS in last
     assert last.count("\n") <= 12
@@ -155,16 +194,24 @@ def test_a_failed_training_prints_the_users_frames_and_exits_with_2(folder: Path
 
 @pytest.mark.long
 @pytest.mark.usefixtures("prefect_api")
-def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path) -> None:
-    """A script that calls `train_flow` prints at most 25 lines of a rank's error within torch."""
-    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path, script: str) -> None:
+    """Of torch, Prefect, Dask and this package, at any level; nor does the log, in 25 lines."""
+    (folder / "script.py").write_text(script, encoding="utf-8")
     _, said = ran(folder, "script.py", status=1)
-    _, shown = said.split("The above exception was the direct cause", 1)
+    log, _, shown = said.partition(
+        'Traceback (most recent call last):\n  File "' + str(folder / "script.py")
+    )
     assert f'File "{folder}/failing.py"' in shown
     assert SAYS in shown
-    assert "the whole traceback: " in shown
-    assert "the report: " in shown
-    assert "site-packages" not in shown
+    assert "site-packages" not in said
+    assert str(ROOT / "prefect_torch_ddp") not in said
+    assert "The above exception" not in said
+    assert "\\n" not in log, "no traceback whose ends of lines are escaped"
+    if "store" in script:
+        assert "the whole traceback: " in shown
+        assert "the report: " in shown
+    assert sum(" | INFO " not in line for line in log.splitlines()) <= MAX_LINES
     assert shown.count("\n") <= MAX_LINES
 
 

@@ -58,6 +58,12 @@ try:
 except Exception as error:
     print(type(error).__name__, error.rank, type(error.__cause__) is MyError, error.__cause__)
 """
+WRONG = """
+def wrong():
+    return torch.nn.Linear(3, 1)(torch.zeros(2, 2))
+
+run_gang(client, wrong, world_size=2)
+"""
 CLOSE = "client.close()"
 PAGE = Path(__file__).parents[3] / "docs/notebooks.md"
 REFUSED = """
@@ -85,6 +91,25 @@ def test_functions_and_classes_of_a_notebook_run_on_ranks(
     )
     assert changed["stdout"] == "3.0\n"
     assert failed["stdout"] == "RankFailedError 1 True of the notebook\n"
+
+
+def test_an_uncaught_error_shows_the_frames_of_the_cells_only(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """IPython would show the source of each frame of Dask, torch and this package: 115 lines."""
+    connect = CONNECT.format(dask_cluster.scheduler_address)
+    cells = [nbformat.v4.new_code_cell(source) for source in (DEFINE + connect, WRONG, CLOSE)]
+    cells[1].metadata["tags"] = ["raises-exception"]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
+    (shown,) = [each for each in cells[1].outputs if each.output_type == "error"]
+    assert shown.ename == "RankFailedError"
+    text = "\n".join(shown.traceback)
+    assert "    run_gang(client, wrong, world_size=2)\n" in text
+    assert ", line 2, in wrong\n" in text  # a rank doesn't have the cell's text
+    assert "site-packages" not in text
+    assert text.count("\n") <= 15
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import logging
 import sys
 
 import pytest
+from prefect.states import Failed
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.tasks.watch.quiet_log import WithoutFrames
@@ -29,3 +30,21 @@ def test_the_log_has_no_frames_of_our_own_errors(error: Exception, *, has_frames
     assert text.splitlines()[-1] == "the report: here"
     assert ("Traceback" in text) == has_frames
     assert record.exc_info is not None
+
+
+def test_a_failed_state_is_logged_by_its_first_line() -> None:
+    """Prefect logs its repr; without a traceback it is left as it is."""
+    traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in train'
+    shown = {
+        f"ranks 0, 1 failed: it's {{wrong}}\nnot tried again\n\n{traceback}": (
+            r"Finished in state Failed('ranks 0, 1 failed: it\'s {wrong}')"
+        ),
+        f"rank 0 failed\n\n{traceback}": "Finished in state Failed('rank 0 failed')",
+        "one\ntwo": "Finished in state Failed('one\\ntwo')",
+    }
+    formatter = WithoutFrames(logging.Formatter("%(message)s"))
+    for message, line in shown.items():
+        logged = f"Finished in state {Failed(message=message)}"
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, logged, None, None)
+        assert formatter.format(record) == line
+        assert record.getMessage() == logged, "other handlers get the whole of it"
