@@ -69,6 +69,34 @@ def test_only_storage_asks_whether_something_is_a_storage() -> None:
     assert asked == {}
 
 
+VERDICT = f"{PACKAGE}/gang/caller/verdict/"
+MAX_WALK, ON_THE_WAY = 5, ("gang/restarts", "gang/policy", "gang/caller/supervisor")
+
+
+def _imported_from(text: str, folder: str) -> set[str]:
+    """Return the modules of a folder that a module imports."""
+    names = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    paths = {f"{name.replace('.', '/')}.py" for name in names if name}
+    return {path for path in paths if path.startswith(folder)}
+
+
+def test_why_a_gang_restarted_is_found_in_5_modules() -> None:
+    """The restarts log it, `policy` decides it, the supervisor raises the error; the reason and its
+    text are in at most two modules of `verdict`, of which one may import the other."""
+    asked = _imported_from(TEXTS[f"{PACKAGE}/{ON_THE_WAY[-1]}.py"], VERDICT)
+    assert len(asked) >= 3
+    too_many = {}
+    for each in asked:
+        needed, todo = {each}, [each]
+        while todo:
+            further = _imported_from(TEXTS[todo.pop()], VERDICT) - needed
+            needed |= further
+            todo += further
+        if len(ON_THE_WAY) + len(needed) > MAX_WALK:
+            too_many[each] = sorted(needed)
+    assert too_many == {}
+
+
 COUNTERPARTS = ("arrays", "bags", "images", "tables")
 """Folders of data/ whose modules of one name do the same for each kind of data."""
 

@@ -17,7 +17,7 @@ import torch
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data import table
 from prefect_torch_ddp.data.tables import pieces as tables_pieces
-from prefect_torch_ddp.gang.caller.verdict.proof import awaits_data, makes_data
+from prefect_torch_ddp.gang.caller.verdict.stall import awaits_data, makes_data
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable, Storage

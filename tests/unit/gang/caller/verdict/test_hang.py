@@ -9,8 +9,7 @@ import pytest
 from prefect_torch_ddp import GangHungError
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.verdict import hang
-from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch
-from prefect_torch_ddp.gang.caller.verdict.hang_text import describe, summarize
+from prefect_torch_ddp.gang.caller.verdict.hang import HangWatch, describe, summarize
 from prefect_torch_ddp.gang.caller.verdict.stall import excuse_for, find_stall, missing_by
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase

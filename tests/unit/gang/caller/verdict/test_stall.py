@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.gang.caller.verdict.proof import (
+from prefect_torch_ddp.gang.caller.verdict.stall import (
     BUSY_BYTES,
     BUSY_CPU_S,
     is_absent,
