@@ -1,6 +1,7 @@
 """The bounds of the house that `tests.yardsticks` prints hold."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
@@ -95,6 +96,31 @@ def test_why_a_gang_restarted_is_found_in_5_modules() -> None:
         if len(ON_THE_WAY) + len(needed) > MAX_WALK:
             too_many[each] = sorted(needed)
     assert too_many == {}
+
+
+MAX_TAKING, MAX_CHANGING = 12, 5
+
+
+def test_the_parameters_of_a_run_are_resolved_once() -> None:
+    """At most 12 modules take them whole, the command's aside, and at most 5 functions return
+    others: everything else is given a `Run`, or the values that it needs."""
+    taking, changing = set(), set()
+    for name, text in TEXTS.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and "/cli/" not in name:
+                if {"TrainParams", "ContextParams"} & _names_in(node.args):
+                    taking.add(name)
+                if "TrainParams" in _names_in(node.returns):
+                    changing.add(f"{name}: {node.name}")
+    assert {f"{PACKAGE}/tasks/train_run.py", f"{PACKAGE}/tasks/workload.py"} <= taking
+    assert f"{PACKAGE}/tasks/clusters/current.py: with_ranks_placed" in changing
+    assert len(taking) <= MAX_TAKING, sorted(taking)
+    assert len(changing) <= MAX_CHANGING, sorted(changing)
+
+
+def _names_in(node: ast.AST | None) -> set[str]:
+    """Return the names in annotations, those in quotes as well."""
+    return set(re.findall(r"\w+", ast.unparse(node))) if node is not None else set()
 
 
 COUNTERPARTS = ("arrays", "bags", "images", "tables")
