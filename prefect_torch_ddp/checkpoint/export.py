@@ -71,7 +71,7 @@ def export_models(
             "world_size": manifest.world_size,
             "metrics": manifest.metrics,
         }
-        text = json.dumps(CARD.stamp(_plain(card)), indent=1, allow_nan=False, default=str)
+        text = json.dumps(CARD.stamp(_as_json(card)), indent=1, allow_nan=False, default=str)
         storage.write(f"{prefix}{name}{suffix}", weights)
         storage.write(f"{prefix}{name}.json", text.encode())
         uris[name] = location(storage, f"{prefix}{name}{suffix}")
@@ -79,12 +79,12 @@ def export_models(
     return uris
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return what JSON can hold: other keys than texts, and nan and inf, become text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

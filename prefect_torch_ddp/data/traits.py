@@ -99,7 +99,7 @@ def spread(length: int) -> list[int]:
 
 def values_at(column: Any, positions: Sequence[int]) -> list[Trait]:
     """Return what a sequence has at these positions, as plain values."""
-    return [_plain(column[i], MAX_DEPTH) for i in positions]
+    return [_trait_of(column[i], MAX_DEPTH) for i in positions]
 
 
 def differing(
@@ -135,7 +135,7 @@ def _look(
         indices = own["_indices"]
         rows = (i if indices is None else indices.column(0)[i].as_py() for i in positions)
         found = [own["_data"].slice(row, 1).to_pydict() for row in rows]
-        yield f"{name}.data", [_plain(row, MAX_DEPTH) for row in found]
+        yield f"{name}.data", [_trait_of(row, MAX_DEPTH) for row in found]
     else:
         yield from _look_into(own, name, positions, depth, _length(dataset))
 
@@ -207,7 +207,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _plain(value: Any, depth: int) -> Trait:
+def _trait_of(value: Any, depth: int) -> Trait:
     """Return a value as a few plain ones."""
     if isinstance(value, np.generic) or (_is_column(value) and getattr(value, "ndim", 1) == 0):
         value = value.item()
@@ -227,12 +227,12 @@ def _plain(value: Any, depth: int) -> Trait:
 def _leaves(value: Any, depth: int) -> Trait:
     """Return a few of the values in a container or an array."""
     if isinstance(value, dict):
-        return {str(key): _plain(value[key], depth - 1) for key in list(value)[:MOST_PARTS]}
+        return {str(key): _trait_of(value[key], depth - 1) for key in list(value)[:MOST_PARTS]}
     if type(value) in {torch.Tensor, np.ndarray, np.memmap} and _is_column(value):
-        some = [_plain(_element(value, at / 4), 0) for at in (1, 2, 3)]
+        some = [_trait_of(_element(value, at / 4), 0) for at in (1, 2, 3)]
         return some if any(some) else None  # zeros: perhaps memory that is filled later
     if _is_column(value):
-        return [len(value), *(_plain(each, depth - 1) for each in value[:MOST_PARTS])]
+        return [len(value), *(_trait_of(each, depth - 1) for each in value[:MOST_PARTS])]
     return None
 
 

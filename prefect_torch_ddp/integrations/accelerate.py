@@ -25,7 +25,7 @@ from prefect_torch_ddp.integrations.refused import (
 )
 from prefect_torch_ddp.rank.context import RankContext, current_context
 
-_PLAIN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
+_OF_DDP = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 _NO_STEP = (
     "no optimizer made a step in epoch {}: use one that accelerator.prepare returned, and don't "
     "decide by loop.step when to make a step, since only steps increase it; accumulate with "
@@ -52,7 +52,7 @@ def attach(accelerator: Accelerator) -> "Loop":
             (accelerator.process_index, accelerator.num_processes) != (ctx.rank, ctx.world_size)
         ),
         f"{accelerator.distributed_type}, which isn't DDP": (
-            accelerator.distributed_type not in _PLAIN
+            accelerator.distributed_type not in _OF_DDP
         ),
         "automatic_checkpoint_naming, which writes elsewhere": (
             accelerator.project_configuration.automatic_checkpoint_naming
@@ -120,7 +120,7 @@ class Loop:
         first = self._num_epochs
         self._num_epochs += epochs
         if self._ctx is None:
-            return self._plain(loader, range(first, self._num_epochs))
+            return self._without_context(loader, range(first, self._num_epochs))
         refuse_options(
             {
                 "a DataLoader that it didn't prepare": not isinstance(loader, DataLoaderShard),
@@ -131,7 +131,7 @@ class Loop:
         )
         return self._batches(self._ctx, loader, first, self._num_epochs)
 
-    def _plain(self, loader: Any, epochs: range) -> Iterator[Any]:
+    def _without_context(self, loader: Any, epochs: range) -> Iterator[Any]:
         for epoch in epochs:
             for batch in loader:
                 yield from self._body(batch, epoch, loader)

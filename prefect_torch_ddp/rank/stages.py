@@ -86,9 +86,9 @@ def run_stage(
             if config.restore is not None and assembly.left:
                 logger.warning(LEFT, config.restore.step)
             return report
-        plain = _plain_values(value, workload)
-    uris = assembly.export_models(workload, plain)
-    return {"value": plain, **assembly.outcome(), "model_uris": uris}
+        values = _returned_values(value, workload)
+    uris = assembly.export_models(workload, values)
+    return {"value": values, **assembly.outcome(), "model_uris": uris}
 
 
 def stage_function(workload: str, stage: str) -> Callable[..., Any]:
@@ -204,16 +204,16 @@ def _report(value: Any, workload: str) -> Report:
     raise TypeError(msg)
 
 
-def _plain_values(value: Any, workload: str) -> dict[str, float | int | str | bool | None]:
+def _returned_values(value: Any, workload: str) -> dict[str, float | int | str | bool | None]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         msg = f"train of {workload} returned {type(value).__name__}; return a dict of plain values"
         raise TypeError(msg)
-    return {str(key): _plain_value(key, item, workload) for key, item in value.items()}
+    return {str(key): _returned_value(key, item, workload) for key, item in value.items()}
 
 
-def _plain_value(key: object, value: Any, workload: str) -> float | int | str | bool | None:
+def _returned_value(key: object, value: Any, workload: str) -> float | int | str | bool | None:
     if isinstance(value, float):  # numpy's float64 is one too
         return float(value) if math.isfinite(value) else str(value)  # JSON has no nan
     if value is None or isinstance(value, bool | int | str):

@@ -77,7 +77,7 @@ _URL_USER = re.compile(
 )
 """`scheme://user:p@a/s?s#s@`, `scheme://key@`; a digest follows `@` in `docker://repo:tag@sha256:`.
 In a port's place is no password, with more hosts after it or none."""
-_USER_IS_PLAIN = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
+_USER_IS_NO_SECRET = _words("ssh git+ssh sftp hdfs abfs abfss wasb wasbs")
 """Schemes whose URLs have a user or a container before `@`, which is no secret by itself."""
 _USER = re.compile(
     r"(?<![\w:/.+-])(?!mailto:)[A-Za-z][\w.+-]*+:[^\s/@:]+@"  # user:password@host.org, host:80
@@ -202,8 +202,8 @@ def _is_secret_number(words: Sequence[str], *, is_long: bool) -> bool:
 
 
 def _without_user(found: re.Match[str]) -> str:
-    is_plain = ":" not in found["user"] and found["scheme"].lower() in _USER_IS_PLAIN
-    return found[0] if is_plain else f"{found['scheme']}://{HIDDEN}@"
+    is_no_secret = ":" not in found["user"] and found["scheme"].lower() in _USER_IS_NO_SECRET
+    return found[0] if is_no_secret else f"{found['scheme']}://{HIDDEN}@"
 
 
 def _without_named(text: str) -> str:

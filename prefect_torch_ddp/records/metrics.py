@@ -43,7 +43,7 @@ Samples that aren't known, though the record is of a step, are `UNKNOWN_SAMPLES`
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
 
-_plain = itemgetter(*ROW.names or ())
+_fields_of_row = itemgetter(*ROW.names or ())
 
 
 @dataclass(frozen=True)
@@ -104,28 +104,30 @@ def means(metric: str, sums: Floats) -> Floats:
     Records without samples count, equally, only if there are no others. Records of a validation
     metric always count equally: the samples are those of the training step under way.
     """
-    weighted, samples, plain, count = sums[:4]
+    weighted, samples, unweighted, count = sums[:4]
     by_samples = np.zeros(samples.shape, bool) if is_validation(metric) else samples > 0
-    values: Floats = np.where(by_samples, weighted, plain) / np.where(by_samples, samples, count)
+    values: Floats = np.where(by_samples, weighted, unweighted) / np.where(
+        by_samples, samples, count
+    )
     return values
 
 
 def records_of(lines: Iterable[tuple[tuple[Any, ...], Mapping[str, float]]]) -> Records:
-    """Make columns of the plain values and the metrics of each record."""
+    """Make columns of the fields and the metrics of each record."""
     found: defaultdict[str, tuple[array[int], array[float]]]
     found = defaultdict(lambda: (array("i"), array("d")))
 
     def rows() -> Iterator[tuple[Any, ...]]:
-        for number, (plain, metrics) in enumerate(lines):
+        for number, (fields, metrics) in enumerate(lines):
             for name, value in metrics.items():
                 numbers, values = found[name]
                 numbers.append(number)
                 values.append(value)
-            yield plain
+            yield fields
 
-    plain = np.fromiter(rows(), ROW)
+    columns = np.fromiter(rows(), ROW)
     metrics = {name: (np.array(each[0]), np.array(each[1])) for name, each in found.items()}
-    return Records(plain, metrics)
+    return Records(columns, metrics)
 
 
 def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
@@ -137,7 +139,7 @@ def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
         metrics |= {MEASURED + name: float(value) for name, value in line["measured"].items()}
     if line.get("is_before_start"):
         line["num_samples"] = BEFORE_START
-    return _plain(line), metrics
+    return _fields_of_row(line), metrics
 
 
 def read_new_records(storage: Storage, run_id: str, known: set[str]) -> Records:

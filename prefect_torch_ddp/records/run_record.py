@@ -132,13 +132,13 @@ class RunRecord(Result):
 
     def to_bytes(self) -> bytes:
         """Return it as it is stored, with what a later version of this package wrote there."""
-        # Through plain values: pydantic would make null of a float in a nested model that JSON
+        # Through JSON's own values: pydantic would make null of a float in a nested model that JSON
         # lacks.
-        plain = restore_unknown(self.plain(), self._unknown)
-        stamped = RUN_RECORD.stamp({_NON_FINITE: _AS_TEXTS, **plain})
+        fields = restore_unknown(self.json_fields(), self._unknown)
+        stamped = RUN_RECORD.stamp({_NON_FINITE: _AS_TEXTS, **fields})
         return to_json(stamped, indent=1, inf_nan_mode="strings")
 
-    def plain(self) -> dict[str, Any]:
+    def json_fields(self) -> dict[str, Any]:
         """Return its fields as JSON has them, but floats in typed ones that JSON lacks."""
         # Pydantic would make null of such a float where a value is of any kind.
         changes = {name: as_stored(getattr(self, name)) for name in OF_ANY_KIND}

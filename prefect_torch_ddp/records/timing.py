@@ -202,9 +202,9 @@ def _attempt(
     queueing_s = last.began - claimed
     # A process may be older than the claim: the user's own.
     starting_s = max(0.0, spent(STARTING) + min(0.0, queueing_s))
-    num_plain, validation_s = line.num_steps - line.num_epoch_ends, 0.0
-    if num_plain > 0:
-        step_s = spent(("step",)) / num_plain
+    num_within, validation_s = line.num_steps - line.num_epoch_ends, 0.0
+    if num_within > 0:
+        step_s = spent(("step",)) / num_within
         validation_s = max(0.0, spent(("epoch_end",)) - line.num_epoch_ends * step_s)
     parts = {
         "steps_s": spent(("step", "step_end", "epoch_end")) - validation_s,

@@ -16,7 +16,7 @@ from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_STAGE, Run
 from prefect_torch_ddp.tasks.workload import path_of
-from prefect_torch_ddp.tracking.description import draft_record, plain_values
+from prefect_torch_ddp.tracking.description import draft_record, values_for_record
 from prefect_torch_ddp.tracking.finished import finished_training, write_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import weights_from
@@ -74,7 +74,7 @@ def draft_of(run: Run, dataset: DatasetReport | None) -> RunRecord:
         run.experiment,
         run.storage,
         workload=run.params.workload,
-        data_options=plain_values(run.params.data_options),
+        data_options=values_for_record(run.params.data_options),
         dataset=dataset,
         weights_from=weights_from(run.resume_from),
     )

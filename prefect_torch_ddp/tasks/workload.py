@@ -69,7 +69,7 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
         return found
     kind, wanted = ("", [object_name]) if object_name else ("function ", FUNCTIONS)
     if object_name in _bound_in(scope):
-        if not any(_is_plain_class(node, object_name) for node in tree.body):
+        if not any(_is_bare_class(node, object_name) for node in tree.body):
             return found
         *_, scope = (child for child in scope.get_children() if child.get_name() == object_name)
         kind, wanted = "function ", FUNCTIONS
@@ -93,7 +93,7 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
 def _check_arguments(workload: WorkloadSource) -> None:
     """Refuse plain functions that can't be called with a RankContext and nothing else."""
     for name in FUNCTIONS:
-        function = _plain_functions(workload).get(name)
+        function = _functions_of(workload).get(name)
         if function is None or function.decorator_list:
             continue
         if what := _misfit_of(function.args):
@@ -101,13 +101,13 @@ def _check_arguments(workload: WorkloadSource) -> None:
             raise InvalidParamsError(msg)
 
 
-def _plain_functions(
+def _functions_of(
     workload: WorkloadSource,
 ) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return what the module defines, or the plain class that is the workload, by name."""
     body = workload.tree.body
     if workload.object_name is not None:
-        found = [node for node in body if _is_plain_class(node, workload.object_name)]
+        found = [node for node in body if _is_bare_class(node, workload.object_name)]
         body = [part for node in found[-1:] if isinstance(node, ast.ClassDef) for part in node.body]
     return {node.name: node for node in body if isinstance(node, Functions)}  # the last one counts
 
@@ -130,7 +130,7 @@ def _bound_in(scope: symtable.SymbolTable) -> set[str]:
     return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
 
 
-def _is_plain_class(node: ast.stmt, name: str) -> bool:
+def _is_bare_class(node: ast.stmt, name: str) -> bool:
     return (
         isinstance(node, ast.ClassDef)
         and node.name == name
@@ -224,10 +224,10 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
     # What its other parameters are given isn't followed.
     functions = {name for name, node in defined.items() if contexts & _parameters_of(node)}
     needed = {*FUNCTIONS} if workload.has_prepare else {"train", "evaluate"}
-    models, found, is_plain = set[str](), set[str](), defined.keys() >= needed
+    models, found, is_complete = set[str](), set[str](), defined.keys() >= needed
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in contexts:
-            is_plain &= _stays_here(node, parents[node], functions)
+            is_complete &= _stays_here(node, parents[node], functions)
         elif isinstance(node, ast.Attribute) and node.attr == "options":
             match _read_by(node, parents):
                 case "model", name:
@@ -235,14 +235,14 @@ def known_options(workload: WorkloadSource) -> frozenset[str] | None:
                 case "name", name:
                     found.add(name)
                 case _:
-                    is_plain = False
+                    is_complete = False
     for model in models:
         fields = _fields_of(model, tree, workload.name)
         if fields is None:
             return None
         found |= fields
     refuses_others = models and workload.object_name is None
-    return frozenset(found) if is_plain or refuses_others else None
+    return frozenset(found) if is_complete or refuses_others else None
 
 
 def options_of_prepare(workload: WorkloadSource) -> frozenset[str]:
@@ -251,7 +251,7 @@ def options_of_prepare(workload: WorkloadSource) -> frozenset[str]:
     These are `ctx.options["name"]`, `ctx.options.get("name")`, and `options.name` after `options =
     read_options(Model, ctx.options)`. What it hands to other functions isn't followed.
     """
-    prepare = _plain_functions(workload).get("prepare")
+    prepare = _functions_of(workload).get("prepare")
     if prepare is None:
         return frozenset()
     nodes = list(ast.walk(prepare))
@@ -327,11 +327,11 @@ def _fields_of(model: str, tree: ast.Module, reference: str) -> set[str] | None:
         if names is None:
             return None
         found |= names
-    body = list(_plain_fields(classes[0]))
+    body = list(_fields_below(classes[0]))
     return None if None in body else found | {name for name in body if name is not None}
 
 
-def _plain_fields(model: ast.ClassDef) -> Iterator[str | None]:
+def _fields_below(model: ast.ClassDef) -> Iterator[str | None]:
     """Yield the name of each field, and None for one that has another name outside."""
     for node in model.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

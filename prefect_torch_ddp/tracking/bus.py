@@ -26,13 +26,13 @@ SEND_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def plain_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
+def payload_as_json(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return an event's payload as JSON has it, with texts for NaN and infinities as in records.
 
     Prefect would send null for them.
     """
-    plain: dict[str, Any] = as_stored(to_jsonable_python(payload, fallback=str))
-    return plain
+    as_json: dict[str, Any] = as_stored(to_jsonable_python(payload, fallback=str))
+    return as_json
 
 
 class RunEvents:
@@ -116,8 +116,8 @@ class RunEvents:
         if "state" in payload:
             resource[f"{NAMESPACE}.state"] = payload["state"]  # automations match only by labels
         try:
-            plain = plain_payload({**self._about, **payload})
-            emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
+            as_json = payload_as_json({**self._about, **payload})
+            emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=as_json)
         except Exception as error:  # noqa: BLE001 - the training continues without its events
             level = logging.DEBUG if self._has_failed else logging.WARNING
             logger.log(level, "the event %s could not be sent: %r", name, error)

@@ -81,12 +81,12 @@ def draft_record(
     }
     if params is not None:
         given = params.model_dump(exclude={"seed", "options", "data_options"})
-        plain = plain_values({**given, "storage": storage.uri})
+        known = values_for_record({**given, "storage": storage.uri})
         if "cluster" in given:
-            plain["cluster"] = plain_value(given["cluster"], "cluster", MAX_OF_CLUSTER)
+            known["cluster"] = value_for_record(given["cluster"], "cluster", MAX_OF_CLUSTER)
         fields |= {
-            "parameters": plain,
-            "options": plain_values(params.options),
+            "parameters": known,
+            "options": values_for_record(params.options),
             "seed": params.seed,
             "best_metric": params.checkpoint.best_metric,
             "best_mode": params.checkpoint.best_is,
@@ -229,29 +229,29 @@ def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, in
     return counts if len(counts) <= MAX_SPLITS else {}
 
 
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON has them; what isn't plain, or is long, is named by its type.
+def values_for_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them; what JSON can't hold, or is long, is named by its type.
 
     What is named like a secret is hidden, as are credentials in a URL.
     """
-    return {str(name): plain_value(value, str(name)) for name, value in values.items()}
+    return {str(name): value_for_record(value, str(name)) for name, value in values.items()}
 
 
-def plain_value(value: Any, name: str = "", max_characters: int = MAX_CHARACTERS) -> Any:
-    """Return one value as `plain_values` does.
+def value_for_record(value: Any, name: str = "", max_characters: int = MAX_CHARACTERS) -> Any:
+    """Return one value as `values_for_record` does.
 
     What is only named has a digest of its content, which tells two apart.
     """
     # Sets of texts have another order in each process.
     ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     try:
-        plain = to_jsonable_python(ordered, fallback=_named, inf_nan_mode="constants")
-        as_json = to_json(plain)
+        jsonable = to_jsonable_python(ordered, fallback=_named, inf_nan_mode="constants")
+        as_json = to_json(jsonable)
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
         return hidden(name, _named(value))
     if len(as_json) > max_characters:
         return _type_name(value, hashlib.sha256(as_json).hexdigest())
-    return hidden(name, plain)
+    return hidden(name, jsonable)
 
 
 def _named(value: Any) -> str:

@@ -34,10 +34,10 @@ from prefect_torch_ddp.tracking.description import (
     MAX_CAUSE,
     best_of,
     cause_of,
-    plain_value,
     split_of,
     state_of,
     stored_checkpoints,
+    value_for_record,
 )
 from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
@@ -102,13 +102,13 @@ class RunRecorder:
             num_epochs=summary.num_epochs,
             checkpoint=summary.last_checkpoint,
             model_uris=summary.model_uris,
-            value=plain_value(summary.value),
+            value=value_for_record(summary.value),
             best_value=best.metrics.get(name) if best and name else None,
         )
 
     def returned(self, value: Any) -> None:
         """Take in what rank 0's function returned."""
-        self._update(value=plain_value(value))
+        self._update(value=value_for_record(value))
 
     def end(self, error: BaseException | None) -> None:
         """Take in how it ended."""

@@ -320,13 +320,13 @@ def _results(record: RunRecord) -> dict[str, Any]:
 
 def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield the values by which two runs are compared, each under its group and name."""
-    plain = record.plain()
+    fields = record.json_fields()
     for name in CODE:
-        yield ("code" if name in ("commit", "is_dirty") else "run", name), plain[name]
+        yield ("code" if name in ("commit", "is_dirty") else "run", name), fields[name]
     for name in DATA:
-        yield ("data", name), (plain["dataset"] or {}).get(name)
+        yield ("data", name), (fields["dataset"] or {}).get(name)
     for what in GIVEN:
-        for name, value in flat(plain[what]):
+        for name, value in flat(fields[what]):
             yield (what, name), value
     for name, value in {"state": record.state, **_results(record)}.items():
         yield (RESULTS, name), value

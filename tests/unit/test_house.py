@@ -153,3 +153,25 @@ def test_no_two_classes_have_the_same_public_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 names.setdefault(node.name, []).append(name)
     assert {name: where for name, where in names.items() if len(where) > 1} == {}
+
+
+def _defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of functions, classes, constants and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        for part in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
+            if isinstance(part, ast.Assign | ast.AnnAssign):
+                targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+                yield from (each.id for each in targets if isinstance(each, ast.Name))
+
+
+def test_no_name_says_plain() -> None:
+    """Of a value, a list, a class or a loop it means something else each time: a name says what."""
+    plain = {
+        f"{name}: {each}"
+        for name, text in TEXTS.items()
+        for each in _defined_names(ast.parse(text))
+        if "plain" in each.lower().split("_")
+    }
+    assert plain == set()

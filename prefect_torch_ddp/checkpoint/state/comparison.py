@@ -34,7 +34,7 @@ class Comparison:
         """
         _check_passes([each["passes"] for each in digests])
         notes = check_replicas(sketched.tensors, digests)
-        notes |= _check_plain(sketched, digests, is_first=is_first)
+        notes |= _check_non_tensors(sketched, digests, is_first=is_first)
         for name, note in notes.items():
             if name not in self._noted:
                 self._noted.add(name)
@@ -84,11 +84,13 @@ def check_replicas(tensors: Mapping[str, Tensors], digests: Sequence[Digests]) -
     return notes
 
 
-def _check_plain(sketched: Sketch, digests: Sequence[Digests], *, is_first: bool) -> dict[str, str]:
+def _check_non_tensors(
+    sketched: Sketch, digests: Sequence[Digests], *, is_first: bool
+) -> dict[str, str]:
     """Compare what isn't a tensor; return what is suspicious and not refused, by object."""
     notes = {}
-    for name, own in sketched.plain.items():
-        others = [each["plain"].get(name, {}) for each in digests]
+    for name, own in sketched.non_tensors.items():
+        others = [each["non_tensors"].get(name, {}) for each in digests]
         # What only rank 0 changes, such as a history of what it evaluates, is its own.
         differing = [
             rank

@@ -39,7 +39,7 @@ class Digests(TypedDict):
 
     digests: dict[str, str]
     structures: dict[str, str]
-    plain: dict[str, dict[str, str]]
+    non_tensors: dict[str, dict[str, str]]
     unchanged: list[str]
     passes: Sequence[Sequence[int]]
     computes_on: str
@@ -79,10 +79,10 @@ class Sketch:
     """Of each tensor its shape and dtype, and how many of the bytes are its own."""
     sums: Any = ()
     """By the tracked object's name, bytes of all its tensors: a nest for `Staging.copy`."""
-    plain: dict[str, dict[str, str]] = field(default_factory=dict)
+    non_tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the tracked object's name, what `digests_of` returns of what isn't a tensor."""
     unchanged: list[str] = field(default_factory=list)
-    """Those of `plain` that are as they were when they were tracked."""
+    """Those of `non_tensors` that are as they were when they were tracked."""
     passes: Sequence[tuple[int, int]] = ()
     computes_on: str = ""
 
@@ -100,7 +100,7 @@ class Sketch:
         return {
             "digests": digests,
             "structures": self.structures,
-            "plain": self.plain,
+            "non_tensors": self.non_tensors,
             "unchanged": self.unchanged,
             "passes": self.passes,
             "computes_on": self.computes_on,
@@ -147,7 +147,7 @@ def sketch(
                 [names, [kind for kind, _ in found.layouts[name]]]
             )
         elif isinstance(item, torch.optim.Optimizer):
-            found.plain[name] = {
+            found.non_tensors[name] = {
                 f"param_groups[{i}][{key!r}]": _state_digest(value)
                 for i, group in enumerate(item.param_groups)
                 for key, value in group.items()
@@ -155,8 +155,8 @@ def sketch(
             }
         elif asks_states and is_shared_state(item):
             state = state_alone(name, item)
-            found.plain[name] = digests_of(state)
-            if found.plain[name] == at_first.get(name):
+            found.non_tensors[name] = digests_of(state)
+            if found.non_tensors[name] == at_first.get(name):
                 found.unchanged.append(name)
             _sum_up(found, name, list(_tensors_in(state)))
     return found

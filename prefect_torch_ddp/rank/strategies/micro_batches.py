@@ -10,7 +10,7 @@ from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _CANT_CUT = "ctx.micro_batches can't cut"
-_PLAIN = str | bytes | Number | None
+_SCALARS = str | bytes | Number | None
 _FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
 _DROPS = "; if collate_fn leaves samples out, leave them out of the dataset instead"
 
@@ -48,7 +48,7 @@ def count_rows(batch: Any, expected: int | None) -> int:
 
 def cut(item: Any, rows: range) -> Any:
     """Return the same structure with only these rows; tensors are views, mappings plain dicts."""
-    if isinstance(item, torch.Tensor) or _is_plain_list(item):
+    if isinstance(item, torch.Tensor) or _has_one_a_sample(item):
         return item[rows.start : rows.stop]
     if isinstance(item, Mapping):
         return {key: cut(value, rows) for key, value in item.items()}
@@ -60,7 +60,7 @@ def cut(item: Any, rows: range) -> Any:
 
 def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield what is cut, with a name that says where it is."""
-    if isinstance(item, torch.Tensor) or _is_plain_list(item):
+    if isinstance(item, torch.Tensor) or _has_one_a_sample(item):
         yield name, item
     elif isinstance(item, Mapping):
         for key, value in item.items():
@@ -68,7 +68,7 @@ def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, tuple | list):
         for position, value in enumerate(item):
             yield from _columns(value, f"{name}[{position}]")
-    elif not isinstance(item, _PLAIN):  # such a one is the whole batch's
+    elif not isinstance(item, _SCALARS):  # such a one is the whole batch's
         cuts = "it cuts tensors, and mappings, tuples and lists of them: have collate_fn give those"
         msg = f"{_CANT_CUT} {name}, a {type(item).__name__}; {cuts}"
         raise InvalidParamsError(msg)
@@ -76,13 +76,13 @@ def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _num_rows(column: Any, name: str) -> int:
     if isinstance(column, torch.Tensor) and column.ndim == 0:
-        plain = "give one that is the whole batch's as a plain number"
-        msg = f"{_CANT_CUT} {name}: it is a single number; {_FIRST_DIMENSION}; {plain}"
+        instead = "give one that is the whole batch's as a plain number"
+        msg = f"{_CANT_CUT} {name}: it is a single number; {_FIRST_DIMENSION}; {instead}"
         raise InvalidParamsError(msg)
     return len(column)
 
 
-def _is_plain_list(item: Any) -> bool:
+def _has_one_a_sample(item: Any) -> bool:
     """Tell a list of a value for each sample, such as names, from a list of the batch's parts."""
     if not isinstance(item, tuple | list) or hasattr(item, "_fields"):
         return False
@@ -99,6 +99,6 @@ def _is_of_one_sample(value: Any) -> bool:
     """Tell what can be of one sample, such as its name or `{"id": 7}`, from what has rows."""
     if isinstance(value, Mapping):
         return all(
-            isinstance(of, _PLAIN | Mapping) and _is_of_one_sample(of) for of in value.values()
+            isinstance(of, _SCALARS | Mapping) and _is_of_one_sample(of) for of in value.values()
         )
     return not isinstance(value, torch.Tensor | tuple | list)

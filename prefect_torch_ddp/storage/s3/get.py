@@ -174,8 +174,8 @@ def read_answer(sock: socket.socket, num_bytes: int) -> Answer | None:
         return None
     found = _HEADER.findall(match[2])
     headers = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in found}
-    is_plain = len(headers) == len(found) and "transfer-encoding" not in headers
-    if not is_plain or headers.get("content-length") != str(num_bytes):
+    is_unambiguous = len(headers) == len(found) and "transfer-encoding" not in headers
+    if not is_unambiguous or headers.get("content-length") != str(num_bytes):
         return None
     parts, num_left = [data[end:]], num_bytes - (len(data) - end)
     while num_left > 0:

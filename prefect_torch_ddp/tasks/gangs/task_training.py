@@ -27,7 +27,7 @@ from prefect_torch_ddp.tasks.gangs.given import GivenCollections
 from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.training_gang import training_gang
 from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, slug
-from prefect_torch_ddp.tracking.description import draft_record, experiment_of, plain_values
+from prefect_torch_ddp.tracking.description import draft_record, experiment_of, values_for_record
 from prefect_torch_ddp.tracking.digest import own_of, value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
 from prefect_torch_ddp.tracking.resume import resume_point, weights_from
@@ -111,7 +111,7 @@ def train(
         experiment,
         storage,
         workload=code.workload,
-        arguments=plain_values(_as_named(arguments, signature, code)),
+        arguments=values_for_record(_as_named(arguments, signature, code)),
         weights_from=weights_from(resume_from),
     )
     if given.found:

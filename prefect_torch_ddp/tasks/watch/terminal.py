@@ -182,12 +182,12 @@ class Display:
         if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             # Only for the console: the run's log has its own.
-            run_logger().info("%s", self._plain(), extra={"send_to_api": False})
+            run_logger().info("%s", self._as_line(), extra={"send_to_api": False})
 
     def _update_cell(self, text: str | None = None) -> None:
         from IPython.display import display  # noqa: PLC0415 - only there in a notebook
 
-        data = {"text/plain": self._plain() if text is None else text}
+        data = {"text/plain": self._as_line() if text is None else text}
         if self._shown is None:
             self._shown = display(data, raw=True, display_id=True)
             self._stack.callback(self._update_cell, "")
@@ -207,7 +207,7 @@ class Display:
                 )
             )
 
-    def _plain(self) -> str:
+    def _as_line(self) -> str:
         percent = "" if self._percent is None else f"{self._percent:.0f} % · "
         return f"{self._stage}: {percent}{self._text()}"
 

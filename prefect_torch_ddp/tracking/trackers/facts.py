@@ -11,9 +11,9 @@ from prefect_torch_ddp.records.run_record import RunRecord
 
 def given(record: RunRecord) -> Mapping[str, Any]:
     """Return what a run was given, as it is stored; nested."""
-    plain = record.plain()
+    fields = record.json_fields()
     named = ("options", "data_options", "arguments", "seed")
-    return {**plain["parameters"], **{name: plain[name] for name in named}}
+    return {**fields["parameters"], **{name: fields[name] for name in named}}
 
 
 def series_names(

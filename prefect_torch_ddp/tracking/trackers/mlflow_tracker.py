@@ -73,7 +73,7 @@ class MlflowTracker:
 
     def open(self, record: RunRecord, metrics: Sequence[str]) -> TrackerPosition:
         """Find the run by its tag, or begin it; see `Tracker`."""
-        self._names = series_names(self.name, metrics, _plain)
+        self._names = series_names(self.name, metrics, _allowed_name)
         with self._errors():
             experiment_id = self._experiment_id(record)
             tagged = f"tags.`{RUN_TAG}` = '{record.run_id}'"
@@ -156,7 +156,7 @@ class MlflowTracker:
         there = self._run.data.metrics
         metrics = [
             entity(name, value, *at)
-            for name, value in evaluated(record, self._names, _plain).items()
+            for name, value in evaluated(record, self._names, _allowed_name).items()
             if there.get(name) != value
         ]
         if metrics:
@@ -190,12 +190,12 @@ class MlflowTracker:
             raise TrackerError(msg) from error
 
 
-def _plain(name: str) -> str:
-    plain = _NOT_ALLOWED.sub("_", name)
+def _allowed_name(name: str) -> str:
+    allowed = _NOT_ALLOWED.sub("_", name)
     # MLflow keeps what has a name in a file of that path, which has to be within a folder.
-    if posixpath.normpath(plain) != plain or plain == "." or plain.startswith(("..", "/")):
-        return re.sub(r"[./]", "_", plain) or "_"
-    return plain
+    if posixpath.normpath(allowed) != allowed or allowed == "." or allowed.startswith(("..", "/")):
+        return re.sub(r"[./]", "_", allowed) or "_"
+    return allowed
 
 
 def _params(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -214,11 +214,13 @@ def _params(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _short(name: str) -> str:
-    return _plain(name)[:MAX_NAME]
+    return _allowed_name(name)[:MAX_NAME]
 
 
 def _tags(record: RunRecord) -> dict[str, str]:
-    tags = {f"prefect_torch_ddp.{_plain(name)}": value for name, value in facts(record).items()}
+    tags = {
+        f"prefect_torch_ddp.{_allowed_name(name)}": value for name, value in facts(record).items()
+    }
     commit = {"mlflow.source.git.commit": record.commit} if record.commit else {}
     return {**tags, **commit}
 

@@ -323,7 +323,9 @@ def test_the_terminal_shows_how_far_it_is(client, tmp_path) -> None:
         storage, show = DirectoryStorage(tmp_path / "s"), Teller().show
         computing = pool.submit(held.computed, client, storage, logger, show=show)
         try:
-            wait_until(lambda: display._plain() == "fit: 0 % · prepared 0 of 6 partitions, 0 bytes")
+            wait_until(
+                lambda: display._as_line() == "fit: 0 % · prepared 0 of 6 partitions, 0 bytes"
+            )
         finally:
             (tmp_path / "release").touch()
         computing.result()

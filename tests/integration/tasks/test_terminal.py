@@ -228,8 +228,8 @@ def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
             """Let it end once its display shows no wait any more; return what it shows."""
             try:
                 wait_until(lambda: any(client.processing().values()), what="the task begins")
-                wait_until(lambda: "waiting" not in Display.current._plain(), what="another line")
-                return Display.current._plain()
+                wait_until(lambda: "waiting" not in Display.current._as_line(), what="another line")
+                return Display.current._as_line()
             finally:
                 Event("begin-let-go", client=client).set()
 

@@ -23,7 +23,7 @@ from prefect_torch_ddp.records.run_record import (
     write_run_record,
 )
 from prefect_torch_ddp.results import DatasetReport, Report
-from prefect_torch_ddp.tracking.description import plain_values
+from prefect_torch_ddp.tracking.description import values_for_record
 from tests.support.formats import NEWER, rewrite
 
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
@@ -198,7 +198,7 @@ def test_two_runs_differ_by_floats_that_json_lacks(storage: DirectoryStorage) ->
     """All of them were the same nothing; a NaN is no difference to a NaN."""
     given = {"clip": math.inf, "fill": math.nan, "text": "NaN"}
     for night, changes in enumerate(({}, {"clip": -math.inf, "text": math.nan})):
-        write_run_record(storage, record(night, options=plain_values({**given, **changes})))
+        write_run_record(storage, record(night, options=values_for_record({**given, **changes})))
     assert read_run_record(storage, "run-0").options["clip"] == math.inf
     table = compare_runs(storage, "run-0", "run-1").loc["options"]
     assert table.to_dict("index") == {
@@ -213,7 +213,7 @@ def test_two_runs_differ_by_values_too_long_to_be_kept(storage: DirectoryStorage
     given: dict[str, Any] = {"same": long, "rows": long, "text": "a" * 3_000, "sets": set(ordered)}
     changed = {"rows": [*long[:-1], 7], "text": "b" * 3_000, "sets": {*ordered[250:], *ordered}}
     for night, values in enumerate((given, {**given, **changed})):
-        write_run_record(storage, record(night, options=plain_values(values)))
+        write_run_record(storage, record(night, options=values_for_record(values)))
     table = compare_runs(storage, "run-0", "run-1").loc["options"]
     assert list(table.index) == ["rows", "text"]
     assert re.fullmatch(r"\(not on record: list of 2000, [0-9a-f]{8}\)", table["run-0"]["rows"])
@@ -234,13 +234,13 @@ def test_two_runs_differ_by_objects_that_are_no_plain_values(storage: DirectoryS
     given["api_token"] = Encoder(1)
     changed = {"same": Encoder(3), "net": Encoder(2), "nets": [Encoder(2)], "lock": lock}
     for night, values in enumerate((given, {**given, **changed, "api_token": Encoder(2)})):
-        write_run_record(storage, record(night, options=plain_values(values)))
+        write_run_record(storage, record(night, options=values_for_record(values)))
     table = compare_runs(storage, "run-0", "run-1").loc["options"]
     assert list(table.index) == ["net", "nets"]
     assert re.fullmatch(r"\(not on record: Encoder, [0-9a-f]{8}\)", table["run-0"]["net"])
     kept = read_run_record(storage, "run-0").options
     assert kept["lock"] == "(not on record: lock)"
-    assert kept["api_token"] == plain_values({"api_token": "x"})["api_token"]
+    assert kept["api_token"] == values_for_record({"api_token": "x"})["api_token"]
 
 
 def test_a_metric_of_an_evaluation_takes_no_column(storage: DirectoryStorage) -> None:

@@ -11,7 +11,7 @@ from prefect.events import Event
 from prefect.events.schemas.events import Resource
 
 from prefect_torch_ddp.records.run_record import RunRecord
-from prefect_torch_ddp.tracking.bus import INTERVAL_S, RunEvents, plain_payload
+from prefect_torch_ddp.tracking.bus import INTERVAL_S, RunEvents, payload_as_json
 from tests.support.waiting import HANG_S
 
 NUM_TURNS = 10_000
@@ -65,7 +65,7 @@ def test_two_threads_tell_of_one_run() -> None:
 def test_a_metric_that_is_not_finite_is_in_an_event_as_in_the_records() -> None:
     """Not as null, which Prefect sends for it: an automation may tell a loss of NaN from none."""
     metrics = {"loss": float("nan"), "best": np.float64("-inf"), "lr": 0.1, "top": None}
-    payload = plain_payload({"metrics": metrics, "of": (float("inf"), 1)})
+    payload = payload_as_json({"metrics": metrics, "of": (float("inf"), 1)})
     resource = Resource({"prefect.resource.id": "run"})
     event = Event(event="epoch.completed", resource=resource, payload=payload)
     assert json.loads(event.model_dump_json())["payload"] == {

@@ -14,7 +14,7 @@ from prefect_torch_ddp.cli.train import resume
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import read_run_record, write_run_record
 from prefect_torch_ddp.server import ServerError
-from prefect_torch_ddp.tracking.description import draft_record, plain_values, recorded_params
+from prefect_torch_ddp.tracking.description import draft_record, recorded_params, values_for_record
 from tests.support.formats import rewrite
 from tests.support.pages import DATASET
 from tests.support.storage_0_1 import RUN_ID, copied
@@ -147,7 +147,7 @@ def test_resume_takes_a_group_that_is_given_in_place_of_a_long_one(
     storage = DirectoryStorage(tmp_path)
     params = TrainParams(storage=storage.uri, data_options={"table": LONG})
     about = {"workload": "w", "dataset": DATASET}
-    about["data_options"] = plain_values(params.data_options)
+    about["data_options"] = values_for_record(params.data_options)
     write_run_record(storage, draft_record(params, "r", "e", storage, **about))
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),

@@ -224,13 +224,13 @@ def test_unknown_and_missing_trackers_are_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_mlflow_names_that_would_be_the_same_are_refused() -> None:
     """MLflow takes fewer characters; two metrics in one series would be a lie."""
-    plain = mlflow_tracker._plain
-    assert series_names("MLflow", ["acc@1", "val/loss"], plain) == {
+    named = mlflow_tracker._allowed_name
+    assert series_names("MLflow", ["acc@1", "val/loss"], named) == {
         "acc@1": "acc_1",
         "val/loss": "val/loss",
     }
     with pytest.raises(TrackerError, match="several metrics 'acc_1': acc@1, acc#1"):
-        series_names("MLflow", ["acc@1", "acc#1"], plain)
+        series_names("MLflow", ["acc@1", "acc#1"], named)
 
 
 def test_mlflow_parameters_that_would_be_the_same_are_told_apart() -> None:
@@ -260,13 +260,13 @@ def test_mlflow_parameters_that_would_be_the_same_are_told_apart() -> None:
 )
 def test_mlflow_names_that_are_no_plain_paths_are_changed(ours: str, theirs: str) -> None:
     """MLflow refuses them, and with them all metrics of the run."""
-    assert mlflow_tracker._plain(ours) == theirs
+    assert mlflow_tracker._allowed_name(ours) == theirs
 
 
 @pytest.mark.parametrize("ours", ["val/loss", "a.b", "a/..b", "_loss", ".a", "layer.0/norm"])
 def test_other_mlflow_names_are_kept(ours: str) -> None:
     """Points may have been sent by them before."""
-    assert mlflow_tracker._plain(ours) == ours
+    assert mlflow_tracker._allowed_name(ours) == ours
 
 
 def test_scores_that_a_tracker_would_call_the_same_are_told_apart() -> None:
@@ -275,7 +275,7 @@ def test_scores_that_a_tracker_would_call_the_same_are_told_apart() -> None:
     scores = {"acc@1": 0.5, "acc_1": 0.25, "acc#1": 0.125, "mae": 1.0}
     evaluation = Report(num_samples=8, metrics=scores)
     run = RunRecord(**ABOUT, began=BEGAN, evaluation=evaluation)
-    assert evaluated(run, ["evaluation/mae", "loss"], mlflow_tracker._plain) == {
+    assert evaluated(run, ["evaluation/mae", "loss"], mlflow_tracker._allowed_name) == {
         "evaluation/acc_1": 0.25,
         "evaluation/evaluation/acc_1": 0.5,
         "evaluation/evaluation/evaluation/acc_1": 0.125,

@@ -137,11 +137,11 @@ def open_zarr(
         if not isinstance(opened, zarr.Array):
             msg = f"{uri} is a Zarr group without arrays: give one of its groups"
             raise InvalidParamsError(msg)
-        return Found(uri, [_plain(uri, "values", opened, store)], {}, is_single=True)
+        return Found(uri, [_variable_of(uri, "values", opened, store)], {}, is_single=True)
     if dataset is None:
         names = chosen(uri, [*arrays], variables, "array")
-        plain = [_plain(f"{uri}/{name}", name, arrays[name], store) for name in names]
-        return Found(uri, plain, {}, is_single=False, read_object=store.read_object)
+        opened_arrays = [_variable_of(f"{uri}/{name}", name, arrays[name], store) for name in names]
+        return Found(uri, opened_arrays, {}, is_single=False, read_object=store.read_object)
     found = open_xarray(dataset, variables, uri)
     with_chunks = []
     for each in found.variables:
@@ -196,7 +196,7 @@ def _variable(uri: str, name: str, variable: Any) -> Variable:
     )
 
 
-def _plain(uri: str, name: str, array: Any, store: ListedStore) -> Variable:
+def _variable_of(uri: str, name: str, array: Any, store: ListedStore) -> Variable:
     encoded = sorted(ENCODED & dict(array.attrs).keys())
     if encoded:
         msg = (

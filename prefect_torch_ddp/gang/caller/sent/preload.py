@@ -106,8 +106,8 @@ def _runs_nothing(statement: ast.stmt) -> bool:
         calls = any(isinstance(node, ast.Call) for node in ast.walk(statement.args))
         return not (statement.decorator_list or calls)
     if isinstance(statement, ast.ClassDef):
-        is_plain = not (statement.decorator_list or statement.bases or statement.keywords)
-        return is_plain and all(map(_runs_nothing, statement.body))
+        has_only_body = not (statement.decorator_list or statement.bases or statement.keywords)
+        return has_only_body and all(map(_runs_nothing, statement.body))
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         are_names = all(isinstance(target, ast.Name) for target in targets)

@@ -359,4 +359,4 @@ def test_ranks_that_summed_other_numbers_of_passes_are_named(case: str) -> None:
 def test_states_are_asked_for_only_when_it_is_due() -> None:
     """A `state_dict` may take long, and not every save needs it."""
     found = sketch({"own": Tracked(1)}, asks_states=False)
-    assert (found.plain, found.tensors) == ({}, {})
+    assert (found.non_tensors, found.tensors) == ({}, {})

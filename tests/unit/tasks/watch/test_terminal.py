@@ -69,7 +69,7 @@ def test_a_task_called_in_the_flows_process_shows_attempts_and_waits(
                 training.add(event, 0.0)
                 training.metrics = {"loss\x1b[2J": 0.5}
             teller.receive(event)
-            said.append(display._plain())
+            said.append(display._as_line())
     assert said[0] == "fit: waiting for workers: 3 of 8 after 4 s (limit 60 s)"
     assert said[1].startswith("fit: attempt 2 · 4 ranks · ")
     assert said[2] == "fit: 10 % · attempt 2 · epoch 1 · step 40/400 · loss [2J 0.5"
