@@ -44,6 +44,8 @@ HOSTILE = (
 LINKS = "[...document.querySelectorAll('a')].map(a => a.href).filter(a => a.includes('evil'))"
 IMAGES = "[...document.images].map(i => i.src).filter(i => !i.startsWith('data:image/svg+xml'))"
 PICTURES = "[...document.images].filter(i => i.src.startsWith('data:image/svg+xml'))"
+# A page with a block of code is there, and hidden, while the newer UI loads what shows code.
+IS_SHOWN = "document.querySelector('h1')?.getClientRects().length > 0"
 ARE_DRAWN = f"{PICTURES}.every(i => i.complete && i.naturalWidth > 300)"
 
 
@@ -83,7 +85,7 @@ def look(page: Page, api: str, artifact_id: UUID, name: str, *words: str) -> Non
             url = f"{api.removesuffix('/api')}{path}/artifacts/artifact/{artifact_id}"
             page.open("about:blank", scheme)
             page.open(url, scheme)
-            page.wait_for(f"document.querySelector('h1') && {PICTURES}.length > 0 && {ARE_DRAWN}")
+            page.wait_for(f"{IS_SHOWN} && {PICTURES}.length > 0 && {ARE_DRAWN}")
             shows = f"{json.dumps(words)}.every(word => document.body.innerText.includes(word))"
             try:
                 page.wait_for(shows)
