@@ -31,7 +31,7 @@ from prefect_torch_ddp.tasks.gangs.task_training import (
     experiment_of_task,
     train,
 )
-from prefect_torch_ddp.tasks.submitting import submitting
+from prefect_torch_ddp.tasks.submitting import refuse_unbound, submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from prefect_torch_ddp.tasks.watch.watched_task import watched, watched_list
@@ -222,6 +222,7 @@ class GangTask(Task[P, R]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, as any task."""
+        refuse_unbound(self.fn, args, kwargs)
         return Task.__call__(self._from_here(), *args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:

@@ -127,6 +127,30 @@ def test_a_function_without_a_context_is_refused(function: Any) -> None:
     assert ddp_task(lambda ctx, /: 0).name == "<lambda>"
 
 
+def test_arguments_that_do_not_fit_are_refused_in_a_line() -> None:
+    """Prefect's own error would be shown with 80 lines of its frames."""
+
+    def fit(ctx: RankContext, lr: float, epochs: int = 1) -> float:
+        return lr * epochs
+
+    def forgets_it(lr: float, epochs: int = 1) -> float:
+        return lr * epochs
+
+    takes, forgets = ddp_task(fit), ddp_task(forgets_it)
+    after = r"; .* ctx, is the RankContext, and then it takes \(lr: float, epochs: int = 1\)$"
+    for call, says in (
+        (takes.submit, "^fit can't be called so: missing a required argument: 'lr'"),
+        (lambda: takes(0.1, epoch=2), "got an unexpected keyword argument 'epoch'"),
+        (lambda: takes.map([0.1], 2, 3), "too many positional arguments"),
+    ):
+        with pytest.raises(InvalidParamsError, match=says + after):
+            call()
+    with pytest.raises(
+        InvalidParamsError, match=r"first argument: write `def .*\(ctx, lr, epochs\)"
+    ):
+        forgets.submit(lr=0.1)
+
+
 def test_methods_and_functions_whose_call_runs_nothing_are_refused() -> None:
     """A method would get the context as `self`; a coroutine or a generator can't be sent home."""
 
