@@ -27,7 +27,7 @@ def resolve_storage(reference: str) -> Storage:
         InvalidParamsError: there is no such block, or no storage can be made of it, or it has
             settings that aren't used; says what to do.
     """
-    if not _is_block(reference):
+    if not is_block(reference):
         return storage_from_uri(reference)
     kind, _, name = reference.partition("/")
     class_name, convert = _KINDS[kind]
@@ -53,13 +53,13 @@ def absolute_reference(reference: str) -> str:
     Raises:
         InvalidParamsError: it names a folder that can't be one.
     """
-    if _is_block(reference) or not is_path(reference):
+    if is_block(reference) or not is_path(reference):
         return reference
     return storage_from_uri(reference).uri
 
 
-def _is_block(reference: str) -> bool:
-    """Tell a block from a path or a URI; refuse what is nearly one."""
+def is_block(reference: str) -> bool:
+    """Tell a block from a path or a URI; refuse what is nearly one. Prefect isn't asked."""
     kind, slash, name = reference.partition("/")
     if not slash or kind.lower() not in {*_KINDS, *_OTHER_KINDS}:
         return False
@@ -255,7 +255,7 @@ def resolve_source(reference: str) -> Readable:
         InvalidParamsError: it names nothing that can be read.
     """
     found: Readable
-    found = resolve_storage(reference) if _is_block(reference) else source_from_uri(reference)
+    found = resolve_storage(reference) if is_block(reference) else source_from_uri(reference)
     folder = found.local_folder
     if folder is not None and not folder.is_dir():
         sees = "the flow and the ranks have to see the same one"

@@ -78,8 +78,6 @@ def train(
 
     For example: prefect-torch-ddp train my_workload --world-size 2 -o epochs=3
     """
-    from prefect_torch_ddp.tasks.workload import checked_workload
-
     given = {
         "workload": workload,
         "world_size": world_size,
@@ -90,7 +88,6 @@ def train(
         **_cluster(address, cluster_file),
     }
     params = checked_params({**given, **_over(given, _changes(param, TRAIN_FLAGS))})
-    checked_workload(params)  # before a server or a cluster is started
     print(_trained(params))
 
 
@@ -119,7 +116,6 @@ def resume(
     """
     from prefect_torch_ddp.records.run_record import read_run_record, recorded_dataset
     from prefect_torch_ddp.server import use_server
-    from prefect_torch_ddp.tasks.workload import checked_workload
     from prefect_torch_ddp.tracking.description import recorded_params
     from prefect_torch_ddp.tracking.runs import storage_of
 
@@ -155,7 +151,6 @@ def resume(
         "resume_from": _origin(opened, record),
     }
     params = checked_params({**given, **_over(before, changes)})
-    checked_workload(params)  # before a server or a cluster is started
     print(_trained(params))
 
 
@@ -254,8 +249,13 @@ def _groups(typed: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _trained(params: "TrainParams") -> "TrainReport":
-    from prefect_torch_ddp.server import use_server
+    from prefect_torch_ddp.tasks.workload import checked_workload
 
+    checked_workload(params)  # the first of `refuse_early`, without the seconds that Prefect loads
+    from prefect_torch_ddp.server import use_server
+    from prefect_torch_ddp.tasks.train_run import refuse_early
+
+    refuse_early(params)  # before a server or a cluster is started
     use_server()
     from prefect_torch_ddp.flow import train_flow
 

@@ -11,6 +11,8 @@ from prefect.context import FlowRunContext
 from prefect_torch_ddp.blocks import (
     absolute_reference,
     fingerprint_of,
+    is_block,
+    resolve_source,
     resolve_storage,
 )
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
@@ -163,9 +165,23 @@ class Run:
 
 
 def refuse_early(params: TrainParams | None = None, **_of_prefect: Any) -> None:
-    """Refuse what a workload's source shows, before Prefect makes a run of train_flow's call."""
-    if isinstance(params, TrainParams):  # Prefect makes one of a dict, or refuses it
-        checked_workload(params)
+    """Refuse what is seen to be wrong here, before Prefect makes a run of train_flow's call.
+
+    `Run.from_params` refuses the same and more: what only a network or a Prefect server knows.
+
+    Raises:
+        InvalidParamsError, StorageError: something given can't work.
+    """
+    if not isinstance(params, TrainParams):  # Prefect makes one of a dict, or refuses it
+        return
+    checked_workload(params)
+    storage = None if is_block(params.storage) else resolve_storage(params.storage)
+    if params.source is not None and not is_block(params.source):
+        resolve_source(params.source)
+    if storage is not None:
+        check_trackers(params.trackers, storage)
+        if storage.local_folder is not None:
+            storage.check_writable()
 
 
 def rank_config(

@@ -128,6 +128,38 @@ MISTAKES = {
         "run-script nowhere.py",
         "prefect-torch-ddp: there is no script nowhere.py in HERE; add -m to run a module\n",
     ),
+    "a storage of a scheme that there is not": (
+        "train my_workload --storage ftp://x",
+        (
+            "prefect-torch-ddp: ftp: names no known storage; write a directory (/data/runs, "
+            "~/runs), s3://bucket/prefix, or a Prefect block such as s3-bucket/name; a path that "
+            "begins like that is written ./ftp:...\n"
+        ),
+    ),
+    "a storage below a file": (
+        "train my_workload --storage broken.py/runs",
+        (
+            "prefect-torch-ddp: can't write HERE/broken.py/runs/PROBE: Not a "
+            "directory; a file stands where a folder is needed: rename it, or choose another "
+            "storage\n"
+        ),
+    ),
+    "a source that isn't there": (
+        "train my_workload --source nowhere/raw",
+        (
+            "prefect-torch-ddp: source is nowhere/raw, and there is no folder HERE/nowhere/raw "
+            "here; the flow and the ranks have to see the same one\n"
+        ),
+    ),
+    "a source that is nearly a block": (
+        "train my_workload --source S3-bucket/raw",
+        (
+            "prefect-torch-ddp: S3-bucket/raw names no block that can be a storage: write one as "
+            "<kind>/<name> with the kind s3-bucket, remote-file-system, local-file-system, and "
+            "nothing after its name (a folder in the bucket is a setting of the block); a folder "
+            "here as ./S3-bucket/raw\n"
+        ),
+    ),
     "a run that isn't there": (
         "show calm-otter",
         "prefect-torch-ddp: there is no run in HERE/store; choose another storage with --storage\n",
@@ -157,7 +189,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")  # nobody asks it
+    monkeypatch.setattr("prefect_torch_ddp.server.use_server", _fail_to_serve)
     return here
+
+
+def _fail_to_serve() -> None:
+    pytest.fail("a mistake needs no server to be refused")
 
 
 @pytest.mark.parametrize(("typed", "expected"), MISTAKES.values(), ids=MISTAKES)
@@ -165,10 +202,12 @@ def test_a_mistake_is_refused_with_the_way_out(
     folder: Path, capfd: pytest.CaptureFixture[str], typed: str, expected: str
 ) -> None:
     """In a few lines on stderr, with status 2, before a server, a cluster or a rank starts."""
+    storage = [] if "--storage" in typed else ["--storage", "store"]
     with pytest.raises(SystemExit) as left:
-        main([*typed.split(), "--storage", "store"])
+        main([*typed.split(), *storage])
     printed = capfd.readouterr()
     said = printed.err.replace(str(folder), "HERE").replace(str(folder.parent), "ABOVE")
+    said = re.sub(r"probes/[0-9a-f]{32}", "PROBE", said)
     assert (said, printed.out) == (expected, "")
     assert left.value.code == 2
     assert said.count("\n") <= MAX_LINES

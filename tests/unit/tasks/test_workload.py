@@ -6,12 +6,11 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from flows import options
-from prefect_torch_ddp import InvalidParamsError, Params, TrainParams, train_flow
+from prefect_torch_ddp import InvalidParamsError, Params
 from prefect_torch_ddp.examples.digits_options import DigitsData
 from prefect_torch_ddp.tasks.workload import (
     check_options,
@@ -356,21 +355,6 @@ def test_an_option_of_prepare_is_refused_among_those_that_it_does_not_get(
             check_options(workload, [name], [])
         check_options(workload, [], [name])
         check_options(workload, [name], [name])  # train may have another value, if it says both
-
-
-def test_a_call_of_train_flow_refuses_it_before_a_server_is_started() -> None:
-    """A script started a temporary one, made a failed run in Prefect, and said it three times."""
-    params = TrainParams(workload="prefect_torch_ddp.examples.digits", options={"epoch": 3})
-    before = temporary_servers()
-    with pytest.raises(InvalidParamsError, match=r"did you mean epochs\?"):
-        train_flow(params)
-    assert temporary_servers() == before
-
-
-def temporary_servers() -> list[Any]:
-    """Return those that Prefect has started in this process."""
-    module = sys.modules.get("prefect.server.api.server")
-    return list(module.SubprocessASGIServer._instances) if module else []
 
 
 def test_an_option_that_a_method_prepares_with(write: Write) -> None:
