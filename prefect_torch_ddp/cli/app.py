@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from prefect_torch_ddp.cli.doctor import doctor
 from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, cancel_in_words
+from prefect_torch_ddp.cli.options import refuse_unnamed
 from prefect_torch_ddp.cli.run_script import run_script
 from prefect_torch_ddp.cli.runs import metrics, runs, show
 from prefect_torch_ddp.cli.sync import sync
@@ -25,7 +27,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, resume, runs, show, metrics, sync, doctor):
+EXTRA = {"allow_extra_args": True}
+"""Taken by a command that refuses them in its own words."""
+
+
+class _NamesAll(TyperCommand):
+    def invoke(self, ctx: typer.Context) -> Any:
+        refuse_unnamed(ctx.args, str(ctx.info_name))
+        return super().invoke(ctx)
+
+
+for command in (train, resume):
+    app.command(cls=_NamesAll, context_settings=EXTRA)(command)
+for command in (runs, show, metrics, sync, doctor):
     app.command()(command)
 app.command("run-script")(run_script)
 

@@ -75,6 +75,25 @@ def parse_values(given: Sequence[str] | None, flag: str) -> dict[str, Any]:
     return values
 
 
+def refuse_unnamed(given: Sequence[str], command: str) -> None:
+    """Refuse arguments that no option of the command takes.
+
+    Raises:
+        InvalidParamsError: there is one. Of `name=value` the message says which option it needs.
+    """
+    if pair := next((each for each in given if "=" in each), None):
+        prepare = "-d for one of prepare, " if command == "train" else ""
+        msg = (
+            f"{pair} has no option of the command before it: write -o {pair} for an option of the "
+            f"workload, {prepare}-p for a field of TrainParams"
+        )
+        raise InvalidParamsError(msg)
+    if given:
+        way_out = f"`prefect-torch-ddp {command} -h` shows what can be given"
+        msg = f"{given[0]} is one argument too many; {way_out}"
+        raise InvalidParamsError(msg)
+
+
 def nested(values: dict[str, Any], flag: str) -> dict[str, Any]:
     """Return values of dotted names as nested dicts: `checkpoint.every_epochs`.
 

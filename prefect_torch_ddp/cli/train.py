@@ -16,6 +16,7 @@ from prefect_torch_ddp.cli.options import (
     find_run,
     nested,
     parse_values,
+    refuse_unnamed,
 )
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -78,6 +79,8 @@ def train(
 
     For example: prefect-torch-ddp train my_workload --world-size 2 -o epochs=3
     """
+    if "=" in workload:
+        refuse_unnamed([workload], "train")
     given = {
         "workload": workload,
         "world_size": world_size,

@@ -43,6 +43,34 @@ MISTAKES = {
         "train my_workload --worldsize 2",
         f"{USAGE}Error: No such option: --worldsize (Possible options: --world-size)\n",
     ),
+    "an option of the workload, without -o": (
+        "train my_workload epochs=3 lr=0.1",
+        (
+            "prefect-torch-ddp: epochs=3 has no option of the command before it: write -o epochs=3 "
+            "for an option of the workload, -d for one of prepare, -p for a field of TrainParams\n"
+        ),
+    ),
+    "an option of the workload, without -o and workload": (
+        "train epochs=3",
+        (
+            "prefect-torch-ddp: epochs=3 has no option of the command before it: write -o epochs=3 "
+            "for an option of the workload, -d for one of prepare, -p for a field of TrainParams\n"
+        ),
+    ),
+    "an option of a resumed run, without -o": (
+        "resume latest epochs=3",
+        (
+            "prefect-torch-ddp: epochs=3 has no option of the command before it: write -o epochs=3 "
+            "for an option of the workload, -p for a field of TrainParams\n"
+        ),
+    ),
+    "two workloads": (
+        "train my_workload jobs.nested_workload",
+        (
+            "prefect-torch-ddp: jobs.nested_workload is one argument too many; "
+            "`prefect-torch-ddp train -h` shows what can be given\n"
+        ),
+    ),
     "a number of ranks that can't be": (
         "train my_workload -n 0",
         "prefect-torch-ddp: world_size is 0; it should be greater than or equal to 1\n",
