@@ -1,6 +1,7 @@
 """What is known of a workload without running it, which would load torch in the flow's process."""
 
 import ast
+import difflib
 import hashlib
 import importlib.util
 import json
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.params import TrainParams
 
 FUNCTIONS = ("prepare", "train", "evaluate")
+DIGITS = "prefect_torch_ddp.examples.digits"
+NEAR = 0.8
+"""How similar a file's name has to be to that of the module that isn't there."""
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -394,6 +398,10 @@ def _where_it_may_be(module_name: str) -> str:
         given = ".".join(file.relative_to(here).with_suffix("").parts)
         if given != module_name:
             return f"did you mean {given}?"
+    known = {file.stem: file.stem for file in here.glob("*.py")}
+    known[DIGITS.rpartition(".")[2]] = DIGITS
+    if close := difflib.get_close_matches(name, known, 1, NEAR):
+        return f"did you mean {known[close[0]]}?"
     return f"looked for in {here} and among what is installed; write it as package.module"
 
 

@@ -124,6 +124,20 @@ MISTAKES = {
             "for in HERE and among what is installed; write it as package.module\n"
         ),
     ),
+    "the included example, by its short name": (
+        "train digits",
+        (
+            "prefect-torch-ddp: workload 'digits' can't be found: no module digits; did you mean "
+            "prefect_torch_ddp.examples.digits?\n"
+        ),
+    ),
+    "a file, misspelt": (
+        "train my_worklod",
+        (
+            "prefect-torch-ddp: workload 'my_worklod' can't be found: no module my_worklod; did "
+            "you mean my_workload?\n"
+        ),
+    ),
     "a function without ctx": (
         "train without_ctx",
         (
