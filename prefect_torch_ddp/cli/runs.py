@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 LAST_ROWS = 20
 
 
+def _checked_by(given: str) -> str:
+    # typer's own check speaks of a "Value error".
+    if given not in ("step", "record"):
+        msg = f"{given} is neither step nor record"
+        raise typer.BadParameter(msg)
+    return given
+
+
 def runs(
     storage: StorageOption = STORAGE,
     experiment: Annotated[
@@ -62,7 +70,12 @@ def metrics(
     csv: Annotated[bool, typer.Option("--csv", help="All rows, as CSV.")] = False,
     by: Annotated[
         Literal["step", "record"],
-        typer.Option(metavar="BY", help="step: the mean over the ranks; record: each rank's."),
+        typer.Option(
+            metavar="BY",
+            help="step: the mean over the ranks; record: each rank's.",
+            parser=_checked_by,
+            autocompletion=lambda: ["step", "record"],
+        ),
     ] = "step",
     all_attempts: Annotated[
         bool, typer.Option("--all-attempts", help="Also the rows of steps that were repeated.")

@@ -202,6 +202,14 @@ MISTAKES = {
             "here as ./S3-bucket/raw\n"
         ),
     ),
+    "a way to show metrics that there is not": (
+        "metrics latest --by rank",
+        (
+            "Usage: prefect-torch-ddp metrics [OPTIONS] {RUN}\n"
+            "Try 'prefect-torch-ddp metrics -h' for help.\n\n"
+            "Error: Invalid value for '--by': rank is neither step nor record\n"
+        ),
+    ),
     "a run that isn't there": (
         "show calm-otter",
         "prefect-torch-ddp: there is no run in HERE/store; choose another storage with --storage\n",
