@@ -23,6 +23,7 @@ OF_HADOOP = frozenset({"s3a", "s3n"})
 GROUP = "prefect_torch_ddp.storages"
 """The group of entry points by which installed packages name their own schemes."""
 WITHOUT_TLS = frozenset({"http", "ftp"})
+WEB = WITHOUT_TLS | {"https"}
 WRITE_INSTEAD = (
     "write a directory (/data/runs, ~/runs), s3://bucket/prefix, "
     "or a Prefect block such as s3-bucket/name"
@@ -58,9 +59,12 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
     if uri != uri.strip():
         msg = "there are spaces around the storage's name; remove them"
         raise InvalidParamsError(msg)
+    _refuse_no_colon(uri)
     scheme, _, rest = uri.partition(":")
-    names_one = rest.startswith("//") and not is_path(uri)
-    make = _maker_of(scheme.lower()) if names_one else None
+    make = None
+    if not is_path(uri):
+        _refuse_no_slashes(scheme, rest)
+        make = _maker_of(scheme.lower()) if rest.startswith("//") else None
     if access and (is_path(uri) or scheme.lower() != "s3"):
         kind = f"{uri} is a folder" if is_path(uri) else f"{scheme}: isn't S3"
         msg = f"{kind}; {', '.join(access)} belong to an s3:// URI"
@@ -68,9 +72,7 @@ def storage_from_uri(uri: str, **access: Any) -> Storage:
     if is_path(uri):
         return DirectoryStorage(Path(uri))
     if make is None:
-        way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
-        msg = f"{scheme}: names no known storage; {way_out}"
-        raise InvalidParamsError(msg)
+        raise InvalidParamsError(_no_known(scheme, WRITE_INSTEAD))
     return make(uri, **access)
 
 
@@ -139,6 +141,33 @@ def _scheme_of(uri: str) -> str | None:
     scheme, colon, _ = uri.partition(":")
     is_scheme = colon and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme)
     return scheme.lower() if is_scheme else None
+
+
+def _no_known(scheme: str, way_out: str) -> str:
+    path = f"a path that begins like that is written ./{scheme}:..."
+    return f"{scheme}: names no known storage; {way_out}; {path}"
+
+
+def _refuse_no_colon(uri: str) -> None:
+    """Refuse `s3//bucket`, which would be a folder; other folders may have two slashes."""
+    scheme, slashes, _ = uri.partition("//")
+    if slashes and (_is_known(known := scheme.lower()) or known in WEB):
+        msg = (
+            f"{scheme}// lacks its colon: write {known}://; a folder of that name is written "
+            f"./{scheme}//..."
+        )
+        raise InvalidParamsError(msg)
+
+
+def _refuse_no_slashes(scheme: str, rest: str) -> None:
+    """Refuse `s3:/bucket` and `s3:bucket`; the rest isn't shown, as it may hold a secret."""
+    if not rest.startswith("//") and _is_known(known := scheme.lower()):
+        way_out = f"write {known}:// at its beginning, with two slashes"
+        raise InvalidParamsError(_no_known(scheme, way_out))
+
+
+def _is_known(scheme: str) -> bool:
+    return scheme in SCHEMES or scheme in OF_HADOOP or bool(_named(scheme))
 
 
 def _named(scheme: str) -> Mapping[str, EntryPoint]:

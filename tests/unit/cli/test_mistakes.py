@@ -178,6 +178,20 @@ MISTAKES = {
             "begins like that is written ./ftp:...\n"
         ),
     ),
+    "a storage without its colon": (
+        "train my_workload --storage s3//x",
+        (
+            "prefect-torch-ddp: s3// lacks its colon: write s3://; a folder of that name is "
+            "written ./s3//...\n"
+        ),
+    ),
+    "a storage without a slash": (
+        "train my_workload --storage s3:/x",
+        (
+            "prefect-torch-ddp: s3: names no known storage; write s3:// at its beginning, with two "
+            "slashes; a path that begins like that is written ./s3:...\n"
+        ),
+    ),
     "a storage below a file": (
         "train my_workload --storage broken.py/runs",
         (

@@ -84,6 +84,30 @@ def test_hadoops_names_of_s3_are_refused_with_what_to_write(uri, install):
     assert storage_from_uri(uri) == Shelf(uri=uri)
 
 
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("s3//AKIA:hunter2@b/p", "^s3// lacks its colon: write s3://; a folder .* ./s3//...$"),
+        ("S3//b", "^S3// lacks its colon: write s3://; a folder .* ./S3//...$"),
+        ("https//host/raw.zip", "^https// lacks its colon: write https://"),
+        ("shelf//b", "^shelf// lacks its colon: write shelf://"),
+        ("s3:/b/p", "^s3: names no known storage; write s3:// at its beginning, with two slashes"),
+        ("s3:hunter2", "^s3: names no known storage; write s3:// at its beginning, with two"),
+        ("shelf:/b", "^shelf: names no known storage; write shelf:// at its beginning, with two"),
+    ],
+)
+def test_a_uri_without_its_colon_or_a_slash_is_no_folder(uri, says, install):
+    """The refusal says what was probably meant, and shows no secret."""
+    install("shelves", shelf=f"{__name__}:shelf_of")
+    for access in ({}, {"region": "here"}):
+        with pytest.raises(InvalidParamsError, match=says) as caught:
+            storage_from_uri(uri, **access)
+    assert "hunter2" not in str(caught.value)
+    # An ordinary folder may have two slashes, and this one too if it is meant.
+    assert storage_from_uri("runs//b").uri.endswith("/runs/b")
+    assert storage_from_uri("./s3//b").uri.endswith("/s3/b")
+
+
 def test_what_is_a_storage_stays_one():
     """A function that takes a storage or its name has no other rule for names."""
     storage = S3Storage("bucket", region="here")
