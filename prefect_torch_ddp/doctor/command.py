@@ -3,11 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import httpx
 from distributed import Client
@@ -20,7 +19,7 @@ from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.doctor import on_worker
 from prefect_torch_ddp.doctor.cluster_file import look_before_jobs, read_cluster_file
 from prefect_torch_ddp.doctor.on_worker import WorkerFacts
-from prefect_torch_ddp.errors import InvalidParamsError, PrefectTorchDdpError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError, PrefectTorchDdpError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
 from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
@@ -28,7 +27,7 @@ from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versi
 from prefect_torch_ddp.params import ClusterParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.server import LEASES_IN, LEASES_IN_FILES, forgets_leases, is_prefect, none_at
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, trial_object
 from prefect_torch_ddp.tasks.clusters.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.clusters.scheduler_file import scheduler_address
 
@@ -162,11 +161,10 @@ class Doctor:
         Raises:
             StorageError: the storage can't be used.
         """
-        key = f"probes/{uuid4().hex}"
         content = bytes(TRIAL_BYTES)
         storage.check_writable()
-        started_s = time.monotonic()
-        try:
+        with trial_object(storage) as key:
+            started_s = time.monotonic()
             storage.write(key, content)
             written_s = time.monotonic()
             storage.read(key)
@@ -174,11 +172,6 @@ class Doctor:
             if client is not None and workers:
                 found = client.run(on_worker.fails_to_use, storage, key, workers=list(workers))
                 self.problems += [f"worker {worker} {why}" for worker, why in found.items() if why]
-        except BaseException:
-            with suppress(StorageError):  # the first fault is the one to report
-                storage.delete(key)
-            raise
-        storage.delete(key)
         speeds = [TRIAL_BYTES / MIB / each for each in (written_s - started_s, read_s - written_s)]
         words = "the storage %s honours conditional writes; from here it writes %.0f and reads %.0f"
         self.console.print(f"{words % (storage.uri, *speeds)} MiB/s")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from distributed import Worker
 
-from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.gang.worker.child import has_pidfd
 from prefect_torch_ddp.storage.protocol import Storage
 
 CONNECT_S = 3.0
+SHARE = "use a folder that all hosts mount under one path, or S3"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where DataLoader workers put their batches
 
 _listening: list[socket.socket] = []
@@ -56,6 +57,8 @@ def fails_to_use(storage: Storage, key: str) -> str:
     """
     try:
         storage.read(key)
+    except ObjectNotFoundError:
+        return f"doesn't see what was written here to {storage.uri}: {SHARE}"
     except StorageError as error:
         return f"can't read what was written here to {storage.uri}: {error}"
     try:

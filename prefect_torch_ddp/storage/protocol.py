@@ -10,8 +10,9 @@ import hashlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -215,17 +216,12 @@ class Storage(Readable):
             StorageError: the storage failed, or the second write replaced the object; says what to
                 do.
         """
-        key, first = f"probes/{uuid.uuid4().hex}", b"first"
-        try:
+        first = b"first"
+        with trial_object(self) as key:
             won, won_again = (self.write_if_absent(key, data) for data in (first, b"second"))
             is_kept = won and not won_again and self.read(key) == first
             for _ in self.list(key):
                 pass
-        except Exception:
-            with suppress(StorageError):  # the first fault is the one to report
-                self.delete(key)
-            raise
-        self.delete(key)
         if not is_kept:
             msg = (
                 f"{self.uri} doesn't honour conditional writes (If-None-Match: *): two runs could "
@@ -349,6 +345,31 @@ class StorageBelow(Storage):
 
     def _inner(self, key: str) -> str:
         return key.removeprefix(f"{self.folder}/")
+
+
+@contextmanager
+def trial_object(storage: Storage) -> Iterator[str]:
+    """Give the key of an object to try a storage with, and delete the object at the end.
+
+    Nobody knows that object: a StorageError names the storage in its place.
+    """
+    key = f"probes/{uuid.uuid4().hex}"
+    try:
+        try:
+            yield key
+        except BaseException:
+            with suppress(StorageError):  # the first fault is the one to report
+                storage.delete(key)
+            raise
+        storage.delete(key)
+    except StorageError as error:
+        error.args = tuple(map(partial(_without, key), error.args))
+        raise
+
+
+def _without(key: str, text: str) -> str:
+    """Return an error's text with the root in place of its object, or with the object's folder."""
+    return text.replace(f"/{key}", "/").replace(key, key.partition("/")[0])
 
 
 def _part_or_error(storage: Storage, part: ObjectPart) -> bytes | StorageError:

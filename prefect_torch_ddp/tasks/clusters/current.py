@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
-from uuid import uuid4
 
 import distributed
 from distributed.client import FutureCancelledError
@@ -35,7 +34,7 @@ from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, ContextParams, TrainParams
 from prefect_torch_ddp.server import adjust_embedded_server
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, trial_object
 from prefect_torch_ddp.tasks.cancel.left_tasks import SIGNALS, obey_ctrl_c, stop_task
 from prefect_torch_ddp.tasks.clusters.chosen import (
     num_local_workers,
@@ -147,11 +146,10 @@ def all_workers_here(client: distributed.Client, storage: Storage) -> bool:
     away = workers_away(client)
     if not away or storage.is_shared_by_hosts:
         return away == {}
-    key = f"probes/{uuid4().hex}"
-    storage.write(key, b"")
     asked: dict[str, Any] = {"workers": [*away.values()], "on_error": "return"}
-    seen = client.sync(lambda: answer_of(client.run(storage.read, key, **asked), LOOK_S)) or {}
-    storage.delete(key)
+    with trial_object(storage) as key:
+        storage.write(key, b"")
+        seen = client.sync(lambda: answer_of(client.run(storage.read, key, **asked), LOOK_S)) or {}
     blind = sorted(host for host, at in away.items() if isinstance(seen.get(at), StorageError))
     if blind:
         dont = f"{', '.join(blind)} don't see there what the flow writes"

@@ -195,9 +195,8 @@ MISTAKES = {
     "a storage below a file": (
         "train my_workload --storage broken.py/runs",
         (
-            "prefect-torch-ddp: can't write HERE/broken.py/runs/PROBE: Not a "
-            "directory; a file stands where a folder is needed: rename it, or choose another "
-            "storage\n"
+            "prefect-torch-ddp: can't write HERE/broken.py/runs/: Not a directory; a file stands "
+            "where a folder is needed: rename it, or choose another storage\n"
         ),
     ),
     "a source that isn't there": (
@@ -271,7 +270,6 @@ def test_a_mistake_is_refused_with_the_way_out(
         main([*typed.split(), *storage])
     printed = capfd.readouterr()
     said = printed.err.replace(str(folder), "HERE").replace(str(folder.parent), "ABOVE")
-    said = re.sub(r"probes/[0-9a-f]{32}", "PROBE", said)
     assert (said, printed.out) == (expected, "")
     assert left.value.code == 2
     assert said.count("\n") <= MAX_LINES
