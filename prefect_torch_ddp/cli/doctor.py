@@ -18,7 +18,10 @@ def doctor(
         ),
     ] = None,
     storage: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="A path, URI or Prefect block.")
+        str | None,
+        typer.Option(
+            metavar="PLACE", help="A path, URI or Prefect block; default: ~/prefect-torch-ddp."
+        ),
     ] = None,
     interface: Annotated[
         str | None,

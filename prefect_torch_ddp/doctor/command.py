@@ -24,7 +24,7 @@ from prefect_torch_ddp.gang.caller.placement import rank_addresses
 from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
-from prefect_torch_ddp.params import ClusterParams
+from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.protocol.messages import WorkerIdentity
 from prefect_torch_ddp.server import LEASES_IN, LEASES_IN_FILES, forgets_leases, is_prefect, none_at
 from prefect_torch_ddp.storage.protocol import Storage, trial_object
@@ -246,7 +246,7 @@ def examine(
 
     Args:
         cluster: address of a Dask scheduler; None: a local cluster is started.
-        storage: a path, a URI or a Prefect block; None: no storage is checked.
+        storage: a path, a URI or a Prefect block; None: the one of a training that names none.
         interface: network interface, or network, of the ranks.
         limit_s: limit of each wait, in seconds.
         cluster_file: a YAML file of ClusterParams. For the class of a batch system, the job
@@ -284,14 +284,30 @@ def examine(
                 doctor.problems.append(f"{what}: {type(error).__name__}: {error}")
             else:
                 workers = doctor.cluster(client)
-        if storage:
-            _look_at_storage(doctor, storage, client, workers)
+        look_at_storage(doctor, storage, client, workers, is_cluster_given=bool(cluster))
     return _verdict(doctor)
 
 
-def _look_at_storage(
-    doctor: Doctor, storage: str, client: Client | None, workers: Sequence[str]
+def look_at_storage(
+    doctor: Doctor,
+    given: str | None,
+    client: Client | None,
+    workers: Sequence[str],
+    *,
+    is_cluster_given: bool,
 ) -> None:
+    """Check the storage that is given, or else the one of a training that names none.
+
+    A cluster that was given may serve gangs whose storage is another: its workers aren't asked.
+    """
+    storage = given or str(TrainParams.model_fields["storage"].default)
+    if not given:
+        words = f"no --storage is given: checking {storage}, where a training writes by default"
+        doctor.console.print(words)
+        if is_cluster_given and workers:
+            way_out = "give the storage of your runs by --storage"
+            doctor.untried.append(f"whether the workers can use {storage}: {way_out}")
+            workers = []
     try:
         doctor.storage(resolve_storage(storage), client, workers)
     except PrefectTorchDdpError as error:

@@ -24,6 +24,9 @@ from tests.support.separate_cluster import separate_cluster
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 
+HOME = os.environ["PTD_TEST_HOME"]
+"""Where the storage is that the doctor checks by default."""
+
 
 def doctor(*options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a terminal as wide as most."""
@@ -35,7 +38,7 @@ def doctor(*options: str, **environment: str) -> "subprocess.CompletedProcess[st
         text=True,
         timeout=HANG_S,
         check=False,
-        env={**os.environ, "COLUMNS": "100", **environment},
+        env={**os.environ, "HOME": HOME, "COLUMNS": "100", **environment},
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prefect_torch_ddp.doctor.command import TRIAL_BYTES, Doctor
+from prefect_torch_ddp.doctor.command import TRIAL_BYTES, Doctor, look_at_storage
 from prefect_torch_ddp.doctor.on_worker import SHARE, fails_to_use
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -87,3 +87,24 @@ def test_a_link_out_of_the_storage_is_named_by_its_folder(tmp_path: Path) -> Non
         StorageError, match=r"^probes leads out of .*/store by a symbolic link, to "
     ):
         DirectoryStorage(tmp_path / "store").check_writable()
+
+
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_without_a_storage_that_of_a_training_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """And the doctor says which one it is; workers of a given cluster may have another."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    console = Console(record=True, width=200)
+    doctor = Doctor(console, None, 1)
+    look_at_storage(doctor, given, None, ["tcp://10.0.0.1:4000"], is_cluster_given=True)
+    said = console.export_text()
+    usual = (
+        "no --storage is given: checking ~/prefect-torch-ddp, where a training writes by default"
+    )
+    assert (usual in said) == (given is None)
+    assert f"the storage {tmp_path / (given or 'prefect-torch-ddp')} honours" in said
+    untried = "whether the workers can use ~/prefect-torch-ddp: give the storage of your runs"
+    assert [untried in each for each in doctor.untried] == [True] * (given is None)
+    assert doctor.problems == []
