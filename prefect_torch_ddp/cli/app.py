@@ -32,13 +32,13 @@ EXTRA = {"allow_extra_args": True}
 
 
 class _NamesAll(TyperCommand):
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         refuse_unnamed(ctx.args, str(ctx.info_name))
         return super().invoke(ctx)
 
 
-for command in (train, resume):
-    app.command(cls=_NamesAll, context_settings=EXTRA)(command)
+for training in (train, resume):
+    app.command(cls=_NamesAll, context_settings=EXTRA)(training)
 for command in (runs, show, metrics, sync, doctor):
     app.command()(command)
 app.command("run-script")(run_script)
