@@ -58,6 +58,16 @@ def absolute_reference(reference: str) -> str:
     return storage_from_uri(reference).uri
 
 
+def check_reference(reference: str) -> None:
+    """Refuse what names no storage, as far as is known without looking there or asking Prefect.
+
+    Raises:
+        InvalidParamsError: it is nearly a block, or a URI of no known storage.
+    """
+    if not is_block(reference):
+        storage_from_uri(reference)
+
+
 def is_block(reference: str) -> bool:
     """Tell a block from a path or a URI; refuse what is nearly one. Prefect isn't asked."""
     kind, slash, name = reference.partition("/")

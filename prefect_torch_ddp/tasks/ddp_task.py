@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
 from prefect.tasks import TaskOptions
 
-from prefect_torch_ddp.blocks import absolute_reference
+from prefect_torch_ddp.blocks import absolute_reference, check_reference
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.lazy import exported_by
@@ -206,6 +206,7 @@ class GangTask(Task[P, R]):
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters, which make another training of a call for Prefect's cache too."""
         check_run_key(params, inspect.signature(self.fn))
+        check_reference(params.storage)
         self.params = params
         if isinstance(self.cache_policy, CachePolicy) and self.cache_policy != NO_CACHE:
             task: Any = self  # Prefect lets mypy infer a narrower type

@@ -151,6 +151,17 @@ def test_arguments_that_do_not_fit_are_refused_in_a_line() -> None:
         forgets.submit(lr=0.1)
 
 
+@pytest.mark.parametrize("storage", ["ftp://x", "S3-bucket/x", "s3:/bucket", "s3//bucket"])
+def test_what_names_no_storage_is_refused_where_the_task_is_made(storage: str) -> None:
+    """And where its options are changed; not by its first task run, said three times."""
+    with pytest.raises(InvalidParamsError, match=r"write|names no block"):
+        ddp_task(world_size=2, storage=storage)(fit)
+    with pytest.raises(InvalidParamsError, match=r"write|names no block"):
+        ddp_task(world_size=2)(fit).with_options(storage=storage)  # type: ignore[call-arg]
+    for known in ("s3://bucket/runs", "s3-bucket/name", "runs", "/proc/runs"):
+        assert ddp_task(world_size=2, storage=known)(fit)
+
+
 def test_methods_and_functions_whose_call_runs_nothing_are_refused() -> None:
     """A method would get the context as `self`; a coroutine or a generator can't be sent home."""
 
