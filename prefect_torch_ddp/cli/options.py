@@ -11,6 +11,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.params import TrainParams
+    from prefect_torch_ddp.records.run_record import RunRecord
     from prefect_torch_ddp.storage.protocol import Storage
 
 STORAGE = "~/prefect-torch-ddp"
@@ -160,3 +161,19 @@ def find_run(storage: "Storage", given: str) -> str:
         hint = f"did you mean {close[0]}?" if close else "`prefect-torch-ddp runs` lists all"
         msg = f"there is no run {given} in {storage.uri}; {hint}"
     raise InvalidParamsError(msg)
+
+
+def with_its_checkpoint(storage: "Storage", record: "RunRecord") -> "RunRecord":
+    """Return a run's record with its newest checkpoint that is there now, or with none.
+
+    The record of a killed process may lack it, and a checkpoint on record may be deleted.
+
+    Raises:
+        NewerFormatError: one of the run's checkpoints is of a newer format.
+        StorageError: the storage can't be read.
+    """
+    from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
+
+    there = list_manifests(storage, record.run_id)
+    newest = checkpoint_ref(storage, there[-1]) if there else None
+    return record.model_copy(update={"checkpoint": newest})

@@ -2,14 +2,21 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from prefect_torch_ddp.cli.options import STORAGE, RunArgument, StorageOption, find_run
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.cli.options import (
+    STORAGE,
+    RunArgument,
+    StorageOption,
+    find_run,
+    with_its_checkpoint,
+)
+from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.records.run_record import RunRecord
@@ -59,6 +66,8 @@ def show(run: RunArgument, storage: StorageOption = STORAGE) -> None:
 
     opened = storage_of(storage)
     record = read_run_record(opened, find_run(opened, run)).found_in(opened)
+    with suppress(NewerFormatError):  # `resume` names the version to install
+        record = with_its_checkpoint(opened, record)
     key = f"runs/{record.run_id}/report.html"
     is_there = any(each.key == key for each in opened.list(key))
     print(in_lines(facts(record, f"{opened.uri.rstrip('/')}/{key}" if is_there else "", storage)))
@@ -180,8 +189,7 @@ def _next_commands(record: "RunRecord", where: str) -> "LabelledRows":
         # Its flow still evaluates it, or was killed meanwhile: `resume` asks Prefect.
         return [("if killed", resume)]
     if record.is_over:
-        can_resume = record.is_finished or record.continues_from is not None
-        return [("continue", resume if can_resume else "")]
+        return [("continue", resume if record.continues_from is not None else "")]
     # `resume` refuses a run that still trains. The record of one whose process was killed is the
     # same, and may lack the newest checkpoint.
     watch = f"prefect-torch-ddp metrics {record.run_id}{where}"

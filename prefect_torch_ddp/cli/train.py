@@ -17,12 +17,12 @@ from prefect_torch_ddp.cli.options import (
     nested,
     parse_values,
     refuse_unnamed,
+    with_its_checkpoint,
 )
 from prefect_torch_ddp.errors import InvalidParamsError
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.params import TrainParams
-    from prefect_torch_ddp.records.run_record import RunRecord
     from prefect_torch_ddp.results import TrainReport
     from prefect_torch_ddp.storage.protocol import Storage
 
@@ -151,7 +151,8 @@ def resume(
         **before,
         "options": {**recorded.options, **options},
         "storage": storage,
-        "resume_from": _origin(opened, record),
+        # If it saved nothing and began from nothing, it is named itself, and refused.
+        "resume_from": with_its_checkpoint(opened, record).continues_from or run_id,
     }
     params = checked_params({**given, **_over(before, changes)})
     print(_trained(params))
@@ -162,23 +163,6 @@ def _latest_of_flow(storage: "Storage") -> str:
     from prefect_torch_ddp.records.run_record import list_run_records
 
     return next((each.run_id for each in list_run_records(storage) if each.is_of_flow), "latest")
-
-
-def _origin(storage: "Storage", record: "RunRecord") -> str:
-    """Return the run to resume from: this one, or the one that it began from if it saved nothing.
-
-    One that began from `latest` or `best` is named itself: these were chosen among the runs of its
-    deployment, and a command's runs are others.
-    """
-    from prefect_torch_ddp.checkpoint.manifest import list_manifests
-
-    began_from = record.parameters.get("resume_from")
-    is_run = isinstance(began_from, str) and not began_from.startswith(
-        ("latest", "best", "flow-run:")
-    )
-    if not is_run or list_manifests(storage, record.run_id):
-        return record.run_id
-    return str(began_from)
 
 
 def _changes(given: list[str] | None, flags: Mapping[str, str]) -> dict[str, Any]:

@@ -33,6 +33,9 @@ OF_ANY_KIND = ("parameters", "options", "data_options", "arguments", "value")
 """The fields of a record with values that their own code chose."""
 _NON_FINITE, _AS_TEXTS = "non_finite", "texts"
 """The stored field that says that those values are as `as_stored` made them."""
+FLOW_RUN = "flow-run:"
+"""In `resume_from`, before the id of a flow run that crashed, and whose training is to be continued
+or begun again; `deployments/resume_crashed.py` writes it."""
 UNUSABLE = "can't be evaluated or resumed by its record"
 
 logger = logging.getLogger(__name__)
@@ -90,6 +93,9 @@ class RunRecord(Result):
     seed: int = 0
     weights_from: str | None = None
     """The run whose weights this one began with, by `resume_from="best"`."""
+    began_from: str | None = None
+    """What `resume_from` chose to begin from, as it names a run, if it was `latest` or a flow run
+    that crashed; None if there was nothing."""
     commit: str | None = None
     """Of the repository that the workload's source is in; None if it is in none."""
     is_dirty: bool = False
@@ -148,12 +154,15 @@ class RunRecord(Result):
     def continues_from(self) -> str | None:
         """What `resume_from` is to be to continue this run; None: it begins from the start.
 
-        Until its first checkpoint that is what it was itself to begin from.
+        Until its first checkpoint that is what it began from itself. `latest` and `best` would
+        choose among the runs of whoever repeats them, and of the best run only the weights are
+        loaded.
         """
         if self.checkpoint is not None:
             return self.run_id
-        began_from = self.parameters.get("resume_from")
-        return began_from if isinstance(began_from, str) else None
+        given = self.parameters.get("resume_from")
+        is_named = isinstance(given, str) and not is_choice(given)
+        return given if is_named else self.began_from
 
     @property
     def unknown(self) -> Unknown:
@@ -211,6 +220,11 @@ class RunRecord(Result):
         keys = {name: uri.rpartition("/runs/")[2] for name, uri in self.model_uris.items()}
         uris = {name: location(storage, f"runs/{key}") for name, key in keys.items()}
         return self.model_copy(update={"model_uris": uris})
+
+
+def is_choice(resume_from: str) -> bool:
+    """Whether `resume_from` chooses among earlier runs, and names none itself."""
+    return resume_from in {"latest", "best"} or resume_from.startswith(FLOW_RUN)
 
 
 def write_run_record(storage: Storage, record: RunRecord) -> None:

@@ -19,7 +19,7 @@ from prefect_torch_ddp.tasks.workload import path_of
 from prefect_torch_ddp.tracking.description import draft_record, values_for_record
 from prefect_torch_ddp.tracking.finished import finished_training, write_finished
 from prefect_torch_ddp.tracking.recorder import RunRecorder
-from prefect_torch_ddp.tracking.resume import weights_from
+from prefect_torch_ddp.tracking.resume import began_from, weights_from
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
@@ -77,6 +77,7 @@ def draft_of(run: Run, dataset: DatasetReport | None) -> RunRecord:
         data_options=values_for_record(run.params.data_options),
         dataset=dataset,
         weights_from=weights_from(run.resume_from),
+        began_from=began_from(run.params, run.resume_from, run.storage),
     )
 
 

@@ -19,13 +19,15 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests, ranked
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import ContextParams
-from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
+from prefect_torch_ddp.records.run_record import (
+    FLOW_RUN,
+    RunRecord,
+    is_choice,
+    list_run_records,
+)
 from prefect_torch_ddp.server import LOCAL_API
 from prefect_torch_ddp.storage.protocol import Storage
 
-FLOW_RUN = "flow-run:"
-"""Before the id of a flow run that crashed, and whose training is to be continued or begun again;
-`deployments/resume_crashed.py` writes it."""
 STATE = """{"state": {"type": "CRASHED"}, "force": true}"""
 CLOSE = f"prefect api POST /flow_runs/%s/set_state --data '{STATE}'"
 """Closes a flow run whose process is gone. Prefect's UI can only cancel one that hasn't ended, and
@@ -46,7 +48,7 @@ def resume_point(
     reference = params.resume_from
     if reference is None:
         return None
-    if reference in {"latest", "best"} or reference.startswith(FLOW_RUN):
+    if is_choice(reference):
         earlier = [each for each in list_run_records(own, experiment) if each.run_id != run_id]
         found = _chosen(reference, own, earlier, params)
         words = "resume_from=%r: %s"
@@ -66,6 +68,17 @@ def resume_point(
 def weights_from(point: ResumePoint | None) -> str | None:
     """Return the run of which a run loads only the weights, if there is one."""
     return point.run_id if point is not None and point.only_weights else None
+
+
+def began_from(params: ContextParams, point: ResumePoint | None, own: Storage) -> str | None:
+    """Return what `latest` or a flow run's id led to, as `resume_from` names it.
+
+    None if that is nothing, or only weights, or if the parameters name the run themselves.
+    """
+    reference = params.resume_from
+    if reference is None or not is_choice(reference) or point is None or point.only_weights:
+        return None
+    return point.uri.removeprefix(f"{own.uri.rstrip('/')}/runs/")  # a storage may be moved
 
 
 def _chosen(

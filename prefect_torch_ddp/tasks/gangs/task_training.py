@@ -30,7 +30,7 @@ from prefect_torch_ddp.tasks.train_run import RUN_TASK, rank_config, run_id_of, 
 from prefect_torch_ddp.tracking.description import draft_record, experiment_of, values_for_record
 from prefect_torch_ddp.tracking.digest import own_of, value_digest
 from prefect_torch_ddp.tracking.recorder import RunRecorder
-from prefect_torch_ddp.tracking.resume import resume_point, weights_from
+from prefect_torch_ddp.tracking.resume import began_from, resume_point, weights_from
 
 
 class TaskParams(ContextParams):
@@ -113,6 +113,7 @@ def train(
         workload=code.workload,
         arguments=values_for_record(_as_named(arguments, signature, code)),
         weights_from=weights_from(resume_from),
+        began_from=began_from(params, resume_from, storage),
     )
     if given.found:
         with (

@@ -32,6 +32,7 @@ from prefect_torch_ddp.checkpoint.manifest import read_manifest
 from prefect_torch_ddp.checkpoint.state.objects import read_states
 from prefect_torch_ddp.gang.liveness import own_task_watch, own_worker_leaves
 from prefect_torch_ddp.gang.worker import mailbox
+from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from tests.support.gangs import begun, extra_worker, own_cluster, workers_of
@@ -256,7 +257,10 @@ def test_tonight_goes_on_with_yesterday(
 
     with pytest.raises(RankFailedError, match="SIGKILL"):  # there is none to continue
         tonight("latest", fault=KILLED)
+    first = list_run_records(DirectoryStorage(tmp_path / "store"))[0]
     resumed = tonight("latest")
+    second = list_run_records(DirectoryStorage(tmp_path / "store"))[0]
+    assert (first.began_from, second.began_from) == (None, first.run_id)
     assert resumed.training.resumed_from_step in (5, 10)
     assert weights(resumed) == weights(undisturbed)
     assert tonight("latest", epochs=1).training.resumed_from_step is None

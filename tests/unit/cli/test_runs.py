@@ -8,6 +8,9 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import list_runs
+from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.cli.options import with_its_checkpoint
 from prefect_torch_ddp.cli.runs import aligned, facts, metrics, row, runs, show
 from prefect_torch_ddp.cli.sync import said
 from prefect_torch_ddp.cli.train import resume
@@ -27,6 +30,7 @@ DONE = RECORD.model_copy(
         "state": "completed",
         "ended": BEGAN + timedelta(seconds=3725),
         "num_steps": 4200,
+        "checkpoint": CheckpointRef(**LAST),
         "num_epochs": 10,
         "metrics": {"loss": 0.123456},
         "options": {"lr": 0.1},
@@ -92,6 +96,31 @@ def test_a_resumed_run_that_saved_nothing_is_continued_where_it_began() -> None:
     changes = {"state": "failed", "ended": BEGAN, "parameters": {"resume_from": "old-1"}}
     ended = RECORD.model_copy(update=changes)
     assert dict(facts(ended, "", "~/prefect-torch-ddp"))["continue"].endswith(f" resume {RUN}")
+
+
+@pytest.mark.parametrize("chosen", ["latest", "best", "flow-run:0199"])
+def test_show_names_the_command_that_resume_carries_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: str
+) -> None:
+    """`resume` was named, and refused, for a run that saved nothing and began by a choice.
+
+    What the choice led to is on record. If it was the weights only, or nothing, there is nothing
+    to continue. A checkpoint that isn't on record counts, and one that was deleted doesn't.
+    """
+    storage, named = DirectoryStorage(tmp_path), f"prefect-torch-ddp resume {RUN}"
+    ended = {"state": "failed", "ended": BEGAN, "parameters": {"resume_from": chosen}}
+    record = RECORD.model_copy(update=ended)
+    deleted = record.model_copy(update={"checkpoint": CheckpointRef(**LAST)})
+    of_choice = record.model_copy(update={"began_from": "old-1"})
+    for each, origin in ((record, None), (deleted, None), (of_choice, "old-1")):
+        write_run_record(storage, each)
+        assert with_its_checkpoint(storage, each).continues_from == origin
+        show(RUN, str(tmp_path))
+        assert (named in capsys.readouterr().out) == (origin is not None)
+    storage.write(manifest_key(RUN, 7, 1), Manifest(RUN, 7, 1, 1, {}, 2).as_bytes())
+    assert with_its_checkpoint(storage, record).continues_from == RUN
+    show(RUN, str(tmp_path))
+    assert named in capsys.readouterr().out
 
 
 def test_latest_is_the_newest_run_that_can_be_resumed_here(tmp_path: Path) -> None:

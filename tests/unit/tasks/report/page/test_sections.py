@@ -295,6 +295,17 @@ def test_a_resumed_run_that_saved_nothing_begins_again_where_it_began(
     assert ('resume_from="old-1"' in page) == (not is_tried_again)
 
 
+def test_a_first_run_by_latest_that_saved_nothing_begins_from_the_start():
+    """There was no run to resume: it was told to begin where it began."""
+    found_none = RECORD.model_copy(update={"parameters": {"resume_from": "latest"}})
+    shown = TrainingProgress(4, status="failed", cause="ValueError: boom")
+    page = page_of(shown, found_none)
+    assert "remove the cause and run it again. It begins from the start" in page
+    assert "from the beginning." in page_of(shown, found_none, is_tried_again=True)
+    found_one = found_none.model_copy(update={"began_from": "old-1"})
+    assert 'resume_from="old-1"' in page_of(shown, found_one)
+
+
 def test_models_and_checkpoints_are_listed_once_and_their_places_are_no_links():
     """The model's line comes first, with its card; then the checkpoints, each with its roles, its
     size and its digest; the newest of those that are kept before the older ones."""
