@@ -32,6 +32,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_cancel import flow_process as flow_process_of
 from tests.integration.tasks.test_flow_loss import lose_the_worker_of_the_train_task, params_of
+from tests.support.flow_watches import is_watch
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, steered, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
@@ -244,11 +245,6 @@ def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
     params, mark = params_of(tmp_path, "pause", 2), tmp_path / "mark" / "0"
     with flow_in_a_process(params, tmp_path, mark) as process:
         yield process
-
-
-def is_watch(process: psutil.Process) -> bool:
-    """Tell the process that watches a flow."""
-    return any("flow_watch" in word for word in process.cmdline())
 
 
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:

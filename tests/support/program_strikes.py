@@ -16,6 +16,7 @@ from prefect import flow
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import CheckpointParams, ddp_task
+from tests.support.flow_watches import watch_of
 from tests.support.kill_points import SEED
 from tests.workloads import struck_programs
 from tests.workloads.struck_programs import FLOW_PID, Strike, Victim
@@ -94,11 +95,3 @@ def run(address: str, point: Point, folder: Path) -> str:
         watch.kill()  # it waits for 45 s whether others close the run, which is no matter here
         watch.wait()
     return (folder / "value").read_text(encoding="utf-8")
-
-
-def watch_of(flow_pid: int) -> psutil.Process:
-    """Find the process that watches the flow of another one, also when that has died."""
-    module, pid = "prefect_torch_ddp.tasks.watch.flow_watch", str(flow_pid)
-    commands = ((each, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
-    (found,) = (each for each, words in commands if module in words and pid in words)
-    return found

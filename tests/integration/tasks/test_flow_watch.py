@@ -28,6 +28,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from prefect_torch_ddp.tasks.watch.flow_watch import END_S, MESSAGE
 from tests.integration.tasks.test_cancel import flow_process
+from tests.support.flow_watches import is_watch
 from tests.support.gangs import all_gone
 from tests.support.runs import newest_flow_run, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
@@ -196,13 +197,6 @@ def first_step(folder: Path, name: str, reference: str = "latest") -> int:
         assert process.wait(HANG_S) == 0
     (found,) = (folder / name).glob("1-0-from-*")
     return int(found.name.rpartition("-")[2])
-
-
-def is_watch(process: psutil.Process) -> bool:
-    """Tell the process that watches a flow."""
-    # Popen returns a moment before the kernel has the new program's arguments to show.
-    wait_until(process.cmdline)
-    return "prefect_torch_ddp.tasks.watch.flow_watch" in process.cmdline()
 
 
 def watches() -> int:
