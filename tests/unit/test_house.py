@@ -9,6 +9,7 @@ from itertools import combinations
 from tests.yardsticks import PACKAGE, ROOT, changing_fields, own_imports
 
 MAX_IMPORTS, MAX_FIELDS, MAX_MODULES = 15, 8, 12
+MAX_LINES = 450
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text("utf-8")
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))
@@ -32,6 +33,17 @@ def test_no_folder_has_more_than_12_modules() -> None:
     """One with more is several rooms, of which each needs a name."""
     counts = Counter(name.rpartition("/")[0] for name in TEXTS)
     assert {name: num for name, num in counts.items() if num > MAX_MODULES} == {}
+
+
+def test_a_module_of_more_than_450_lines_says_why_it_is_long() -> None:
+    """In its docstring, such as by the texts that the manual is made of."""
+    docstrings = {
+        name: " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+        for name, text in TEXTS.items()
+        if text.count("\n") > MAX_LINES
+    }
+    assert docstrings
+    assert {name for name, says in docstrings.items() if " is long by " not in says} == set()
 
 
 def _asked_classes(text: str) -> Iterator[str]:
