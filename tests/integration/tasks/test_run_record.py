@@ -70,12 +70,22 @@ def last_values(store: Path, run_id: str) -> dict[str, float]:
 
 
 def check_metrics(store: Path, record: RunRecord, page: str) -> None:
-    """Compare the record's metrics with the ranks' records, `list_runs` and the page's table."""
+    """Compare the record's metrics with the ranks' records, `list_runs` and the page.
+
+    There with its table, and with its headline, which has scores instead once there are some.
+    """
     assert record.metrics == pytest.approx(last_values(store, record.run_id))
     row = list_runs(store).iloc[0]
     assert {name: row[f"train.{name}"] for name in record.metrics} == record.metrics
     for name, value in record.metrics.items():
         assert f"| {name} | {markdown.number(value)} |" in page
+    headline, evaluated = page.splitlines()[2].split(" · "), record.evaluation
+    shown = record.metrics if evaluated is None else {}
+    assert shown or evaluated
+    for name, value in shown.items():
+        assert f"{name} {markdown.number(value)}" in headline
+    if evaluated is not None and evaluated.accuracy is not None:
+        assert headline[0].startswith(f"accuracy {markdown.percent(evaluated.accuracy)}")
 
 
 def only_record(store: Path) -> RunRecord:
@@ -192,6 +202,7 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
         f"trains/{__name__}/fail_in_step_three",
     )
     assert record.workload.endswith("test_run_record:fail_in_step_three")
+    check_metrics(tmp_path, record, report_of(UUID(ids[0])))
     digest = value_digest(object())[:8]
     assert record.arguments == {"rate": 0.5, "data": f"(not on record: object, {digest})"}
     assert "out of luck" in record.cause
