@@ -232,10 +232,18 @@ def test_a_higher_format_may_name_its_digest_otherwise(
         assert before.items() <= snapshot(storage).items()
 
 
-def test_every_format_is_tried() -> None:
+def test_every_format_is_tried(tmp_path: Path) -> None:
     """Here, or by the tests of what writes it: this storage has no file of those three kinds."""
-    elsewhere = (STATISTICS, TENSORBOARD, WANDB)
-    assert len(KINDS) + len(elsewhere) == len(FORMATS)
+    elsewhere = {each.kind for each in (STATISTICS, TENSORBOARD, WANDB)}
+    tried = set()
+    for name, kind in KINDS.items():
+        storage = DirectoryStorage(copied(tmp_path / name))
+        kind.change(storage, NEWER)
+        with pytest.raises(NewerFormatError) as refused:
+            kind.read(storage)
+        tried |= set(re.findall(rf"{kind.key} is a ([\w &']+) of format 7", str(refused.value)))
+    assert tried | elsewhere == {each.kind for each in FORMATS}
+    assert not tried & elsewhere
 
 
 def test_a_newer_failure_ends_a_training_before_it_begins(storage: DirectoryStorage) -> None:
