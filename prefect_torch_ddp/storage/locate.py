@@ -122,18 +122,24 @@ def storage_at(where: "Storage | str | os.PathLike[str]") -> Storage:
     return storage_from_uri(uri)
 
 
-def as_readable(given: object) -> Readable:
-    """Return what a dataset was said to be read from, as it is.
+def as_readable(
+    given: object,
+    what: str = "a dataset",
+    takes: str = "a path, an s3:// URI, or a storage with read_many",
+) -> Readable:
+    """Return what a dataset, or something else, was said to be read from, as it is.
+
+    Args:
+        given: in place of a storage.
+        what: is read from there, for the error.
+        takes: what to give, for the error.
 
     Raises:
         InvalidParamsError: it can't be read from that.
     """
     if isinstance(given, Readable):
         return given
-    msg = (
-        f"a dataset can't be read from a {type(given).__name__}; "
-        "give a path, an s3:// URI, or a storage with read_many"
-    )
+    msg = f"{what} can't be read from a {type(given).__name__}; give {takes}"
     raise InvalidParamsError(msg)
 
 

@@ -59,6 +59,14 @@ def _asked_classes(text: str) -> Iterator[str]:
                 yield each.id if isinstance(each, ast.Name) else each.attr
 
 
+def _asked_members(text: str) -> Iterator[str]:
+    """Yield the names of the attributes that a module asks of a value whether it has them."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name("hasattr"), args=[_, ast.Constant(str(name))]):
+                yield name
+
+
 def test_only_storage_asks_whether_something_is_a_storage() -> None:
     """Nor of which class one is: in what they differ is a question of `Readable` or `Storage`."""
     folder = f"{PACKAGE}/storage/"
@@ -74,10 +82,18 @@ def test_only_storage_asks_whether_something_is_a_storage() -> None:
         num_before = len(readable)
         readable |= {each.name for each in classes if readable & {*map(ast.unparse, each.bases)}}
     assert {"Readable", "Storage", "DirectoryStorage", "S3Storage", "HttpsFile"} <= readable
+    members = {
+        part.name
+        for node in classes
+        if node.name in {"Readable", "Storage"}
+        for part in node.body
+        if isinstance(part, ast.FunctionDef)
+    }
     asked = {
         name: found
         for name, text in TEXTS.items()
-        if not name.startswith(folder) and (found := readable & {*_asked_classes(text)})
+        if not name.startswith(folder)
+        and (found := (readable & {*_asked_classes(text)}) | (members & {*_asked_members(text)}))
     }
     assert asked == {}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.lazy import exported_by
+from prefect_torch_ddp.storage.locate import as_readable
 from prefect_torch_ddp.storage.names import absolute_folder
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
@@ -62,12 +63,8 @@ class CachedReads(Readable):
     of the disk, at most 4 GiB, is left free in any case."""
 
     def __post_init__(self) -> None:
-        if not hasattr(self.storage, "read_many"):
-            msg = (
-                "a cache needs a storage that datasets read from (a directory or S3), "
-                f"and got {type(self.storage).__name__}"
-            )
-            raise InvalidParamsError(msg)
+        takes = "a storage, such as storage_from_uri('s3://bucket/raw')"
+        as_readable(self.storage, "what a cache keeps", takes)
         if self.max_bytes < 1:
             msg = (
                 f"the cache's max_bytes is {self.max_bytes}; "

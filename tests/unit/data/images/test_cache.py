@@ -306,10 +306,19 @@ def test_a_folder_that_can_not_be_used_costs_one_warning(storage, cached, caplog
     read_on(cached, storage, caplog, str(cached.folder))
 
 
+class Lookalike:
+    """Has a method of storages by chance."""
+
+    def read_many(self, parts: object) -> object:
+        return parts
+
+
 BAD = [
     ({"max_bytes": 0}, "is 0"),
     ({"max_bytes": -1}, "is -1"),
     ({"storage": object()}, "object"),
+    ({"storage": Lookalike()}, "from a Lookalike; give a storage"),
+    ({"storage": "s3://bucket/raw"}, "from a str; give a storage, such as"),
     ({"folder": "~nobody_here/x"}, "home"),
 ]
 
