@@ -109,7 +109,7 @@ def test_start_death_and_restart(client: Client, tmp_path: Path) -> None:
     """Print the first table of docs/performance.md."""
     scripts = {"start": TORCHRUN_START, "killed": TORCHRUN_KILLED, "restarted": TORCHRUN_RESTARTED}
     for name, text in scripts.items():
-        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     stamp, times, num_hung = tmp_path / "stamp", Times(), 0
     for _ in range(ROUNDS):
         for name, (start_s, whole_s) in {

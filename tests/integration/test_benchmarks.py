@@ -30,7 +30,7 @@ def test_trainers_end_with_a_benchmark_that_sigterm_ends(tmp_path: Path) -> None
     """As `make bench` is ended by a job's end; its trainers are sessions of their own."""
     pid = tmp_path / "pid"
     bench = tmp_path / "bench_ended.py"
-    bench.write_text(BENCH.replace("{pid}", str(pid)))
+    bench.write_text(BENCH.replace("{pid}", str(pid)), encoding="utf-8")
     options = ["-o", "python_files=bench_*.py", "-p", "tests.benchmarks.conftest"]
     command = [sys.executable, "-m", "pytest", "-q", *options, str(bench)]
     with subprocess.Popen(command) as pytests:

@@ -117,7 +117,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     script = tmp_path / "caller.py"
-    script.write_text(CALLER)
+    script.write_text(CALLER, encoding="utf-8")
     command = [sys.executable, str(script), str(tmp_path)]
     caller = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
     ranks = pids_in(pids, 2)
@@ -137,7 +137,8 @@ def test_ctrl_c_again_ends_the_ranks_at_once(tmp_path: Path) -> None:
     hangs, script, said = tmp_path / "hangs", tmp_path / "caller.py", tmp_path / "said"
     hangs.mkdir()
     script.write_text(
-        CALLER.replace("train_until_enough", "train_or_hang").replace("pids", "hangs")
+        CALLER.replace("train_until_enough", "train_or_hang").replace("pids", "hangs"),
+        encoding="utf-8",
     )
     with said.open("wb") as log:
         command = [sys.executable, str(script), str(tmp_path)]

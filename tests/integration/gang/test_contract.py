@@ -46,7 +46,7 @@ def test_a_scripts_own_modules_come_before_installed_ones(
     (tmp_path / "flows" / "__init__.py").touch()
     (tmp_path / "flows" / "deep.py").touch()
     where = "from flows import deep\ndef where(): return [__file__, deep.__file__]\n"
-    (tmp_path / "iniconfig.py").write_text(where)
+    (tmp_path / "iniconfig.py").write_text(where, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = run_gang(dask_client, "iniconfig:where", world_size=1, launcher=launcher)
     assert found == [str(tmp_path / path) for path in ("iniconfig.py", "flows/deep.py")]
@@ -92,7 +92,7 @@ def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client, tmp_path: P
     call = {"world_size": 2, "process_group": "user"}
     assert run_gang(dask_client, plain.torchrun_style, **call) == [2.0, 2.0]
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     assert run_gang(dask_client, str(script), args=(tmp_path, 7), **call) == [None, None]
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["7", "7"]
 

@@ -85,7 +85,7 @@ def test_a_rank_sees_the_users_current_code(
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "edited_between_gangs.py"
     for answer in (1, 22):
-        module.write_text(f"def answer():\n    return {answer}\n")
+        module.write_text(f"def answer():\n    return {answer}\n", encoding="utf-8")
         assert run_gang(dask_client, "edited_between_gangs:answer", world_size=1) == [answer]
 
 
@@ -143,7 +143,7 @@ def test_dataloader_workers_die_with_their_rank(
         batches = iter(loader)
         next(batches)
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
-        Path(folder, "pids").write_text(" ".join(map(str, pids)))
+        Path(folder, "pids").write_text(" ".join(map(str, pids)), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankFailedError, match="SIGKILL"):

@@ -200,7 +200,7 @@ if __name__ == "__main__":
 )
 def test_a_laptop_may_sleep(tmp_path: Path, asleep_s: float) -> None:
     """No watch counts the time in which all processes are stopped."""
-    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    (tmp_path / "sleepy.py").write_text(SLEEPY, encoding="utf-8")
     command = [sys.executable, tmp_path / "sleepy.py", tmp_path, str(asleep_s + 8.0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
         wait_until((tmp_path / "moves").exists)
@@ -235,7 +235,7 @@ def test_the_workers_of_a_local_cluster_outlive_a_long_sleep(tmp_path: Path) -> 
 
     Dask restarted all workers at once: its timer ran before it read their heartbeats.
     """
-    (tmp_path / "sleepy.py").write_text(LONG_SLEEP)
+    (tmp_path / "sleepy.py").write_text(LONG_SLEEP, encoding="utf-8")
     given = {
         "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": f"{TTL_S} s",
         "DASK_PREFECT_TORCH_DDP__LIVENESS_TIMEOUT_S": "1",
@@ -303,7 +303,7 @@ def test_time_in_which_the_waiting_process_is_stopped_is_no_wait_for_workers(
 ) -> None:
     """As when its terminal suspends it: a worker that comes after it continues is in time."""
     limit_s = 12.0
-    (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "waits.py").write_text(WAITS, encoding="utf-8")
     pipe = subprocess.PIPE
     command = [sys.executable, tmp_path / "waits.py", who, str(limit_s)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as caller:

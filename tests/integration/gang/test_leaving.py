@@ -143,7 +143,7 @@ def dask_setup(worker):
 def test_a_worker_that_still_starts_leaves_as_well(tmp_path: Path) -> None:
     """A job that ends while its worker starts ends at the first signal."""
     preload = tmp_path / "slow_start.py"
-    preload.write_text(SLOW_START.format(folder=str(tmp_path)))
+    preload.write_text(SLOW_START.format(folder=str(tmp_path)), encoding="utf-8")
     options = ("--preload-nanny", "prefect_torch_ddp.gang.worker.leave", "--preload", str(preload))
     with separate_cluster(tmp_path / "cluster", 1) as cluster:
         nanny = cluster.run("worker", *options)

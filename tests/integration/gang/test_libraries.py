@@ -52,11 +52,12 @@ def cluster_with_libraries(place: Path) -> Iterator[Client]:
         folder.mkdir(parents=True)
     note = NOTE.format(place=str(place / "loads"))
     for name, code in LIBRARIES.items():
-        (installed / f"{name}.py").write_text(note + code)
+        (installed / f"{name}.py").write_text(note + code, encoding="utf-8")
     (own / "trains.py").write_text(
         f"import os, signal, {', '.join(LIBRARIES)}\n"
         "def train(): return os.getpid(), os.getppid()\n"
-        "def handler(): return signal.getsignal(signal.SIGTERM) is os._exit, os.getppid()\n"
+        "def handler(): return signal.getsignal(signal.SIGTERM) is os._exit, os.getppid()\n",
+        encoding="utf-8",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [Path.cwd(), installed])))

@@ -27,7 +27,7 @@ def test_the_root_logger_of_a_script_is_its_own(
 ) -> None:
     """`basicConfig` writes its file from DEBUG up, and a handler's lines come once."""
     script, log = tmp_path / "train.py", tmp_path / "train.log"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
         call = {"args": (log,), "world_size": 1, "launcher": launcher}
         run_gang(dask_client, str(script), **call, process_group="user")  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_sigterm_of_every_process_leaves_a_checkpoint(tmp_path: Path) -> None:
 def test_a_cluster_that_got_signals_ends_with_its_killed_flow(tmp_path: Path, when: str) -> None:
     """Processes that ignored SIGTERM and SIGINT end when the flow is killed."""
     script, pipe = tmp_path / "caller.py", subprocess.PIPE
-    script.write_text(CALLER)
+    script.write_text(CALLER, encoding="utf-8")
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as caller:
         assert caller.stdout is not None
@@ -103,7 +103,7 @@ def test_a_signal_as_a_cluster_starts_prints_nothing_of_dask(
 ) -> None:
     """The start is given up, its processes end, and stderr has only the signal's traceback."""
     script, pipe = tmp_path / "caller.py", subprocess.PIPE
-    script.write_text(TERMINATED + CALLER)
+    script.write_text(TERMINATED + CALLER, encoding="utf-8")
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as caller:
         assert caller.stdout is not None

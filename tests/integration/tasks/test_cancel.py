@@ -200,7 +200,7 @@ def flow_process(
     folder: Path, *arguments: str, text: str = FLOW
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a flow's script in a separate process group; its output is in the file `said`."""
-    (folder / "flow.py").write_text(text)
+    (folder / "flow.py").write_text(text, encoding="utf-8")
     command = [sys.executable, str(folder / "flow.py"), *arguments]
     with (folder / "said").open("wb") as said:
         process = subprocess.Popen(
@@ -314,7 +314,7 @@ def test_ctrl_c_of_a_flow_that_imports_dask_jobqueue(
 @pytest.mark.parametrize("whose", ["train_flow", "called", "submitted"])
 def test_ctrl_c_while_a_cluster_of_dask_jobqueue_starts(tmp_path: Path, whose: str) -> None:
     """A script that it ended said 0, success, and the run of `train_flow` had crashed."""
-    (tmp_path / "slow.py").write_text(SLOW_CLUSTER)
+    (tmp_path / "slow.py").write_text(SLOW_CLUSTER, encoding="utf-8")
     starts = tmp_path / "starts"
     given, text = [str(tmp_path), str(starts), whose], OF_A_SLOW_CLUSTER
     if whose == "train_flow":

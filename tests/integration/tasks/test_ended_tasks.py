@@ -53,7 +53,7 @@ def test_readmes_task_when_its_flow_is_retried_after_its_end(
         assert code.count(old) == 1, old
         code = code.replace(old, new)
     script = tmp_path / "line.py"
-    script.write_text(code)
+    script.write_text(code, encoding="utf-8")
     env = {**os.environ, "HOME": str(tmp_path)}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)

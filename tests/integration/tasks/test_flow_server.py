@@ -43,7 +43,7 @@ if __name__ == "__main__":
 def test_level_2_starts_one_server(tmp_path: Path) -> None:
     """A worker's own would have its task runs on record, and lock the database."""
     script = tmp_path / "two_tasks.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     own = ("PREFECT_API_URL", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= {"PREFECT_HOME": str(tmp_path), "HOME": str(tmp_path)}

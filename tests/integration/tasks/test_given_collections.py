@@ -88,7 +88,7 @@ def test_a_name_depends_on_the_code_of_the_users_functions(tmp_path, monkeypatch
     code = "def clean(part):\n    return part[part.number > {}]\n"
     found = []
     for limit, comment in ((1, ""), (1, "# why\n"), (2, "")):
-        (tmp_path / "own_cleaning.py").write_text(comment + code.format(limit))
+        (tmp_path / "own_cleaning.py").write_text(comment + code.format(limit), encoding="utf-8")
         sys.modules.pop("own_cleaning", None)
         import own_cleaning
 
@@ -117,7 +117,7 @@ def test_a_name_depends_on_the_files_that_a_collection_names(read, tmp_path) -> 
     file = tmp_path / "rows.json"
 
     def name_now(content: str, changed_s: int) -> str:
-        file.write_text(content)
+        file.write_text(content, encoding="utf-8")
         os.utime(file, (changed_s, changed_s))
         (found,) = ids(read(file))
         return found

@@ -82,7 +82,7 @@ LOUD = {"PREFECT_LOGGING_LEVEL": "INFO"}
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """Write a script that runs train_flow until its folder has `enough`."""
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     return tmp_path / "train.py"
 
 
@@ -121,7 +121,7 @@ def test_how_far_dask_is_with_a_dataset_is_in_the_bar_and_on_the_page(
     tmp_path: Path, dask_cluster: LocalCluster
 ) -> None:
     """With the time left; the training then takes over the page."""
-    (tmp_path / "prepare.py").write_text(PREPARE)
+    (tmp_path / "prepare.py").write_text(PREPARE, encoding="utf-8")
     for i in range(5):  # one is held, with its worker: the other worker writes what it computes
         (tmp_path / f"let-{i}").touch()
     far = r"prepared [1-5] of 6 partitions, [\d.]+ \w+, .*\d s left"
@@ -170,7 +170,7 @@ def test_a_ddp_task_has_the_bar_submitted_or_called(
     tmp_path: Path, dask_cluster: LocalCluster
 ) -> None:
     """The user's flow shows the bar, on a shared cluster."""
-    (tmp_path / "nightly.py").write_text(TASK)
+    (tmp_path / "nightly.py").write_text(TASK, encoding="utf-8")
     arguments = str(tmp_path), dask_cluster.scheduler_address
     with in_terminal(tmp_path / "nightly.py", *arguments, **LOUD) as terminal:
         assert terminal.wait() == 0, terminal.text

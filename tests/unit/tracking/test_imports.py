@@ -15,7 +15,7 @@ def test_packages_of_another_prefix_are_named_and_not_read(
     packages, own = tmp_path / "apps" / folder, tmp_path / "own"
     for name, imports in (("far", "import further"), ("further", "")):
         (packages / name).mkdir(parents=True)
-        (packages / name / "__init__.py").write_text(imports)
+        (packages / name / "__init__.py").write_text(imports, encoding="utf-8")
     if folder == "target":  # as `pip install --target` leaves it
         (packages / "far-1.0.dist-info").mkdir()
     own.mkdir()

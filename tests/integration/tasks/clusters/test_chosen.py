@@ -321,7 +321,7 @@ cluster.close()
 def test_workers_never_run_the_callers_script(tmp_path: Path) -> None:
     """No worker runs the script, at the start or as a replacement, and none outlives the caller."""
     script, pipe = tmp_path / "unguarded.py", subprocess.PIPE
-    script.write_text(UNGUARDED)
+    script.write_text(UNGUARDED, encoding="utf-8")
     command = [sys.executable, str(script)]
     with (
         subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as caller,

@@ -56,7 +56,7 @@ def test_the_kernels_count(tmp_path: Path, folder: str) -> None:
     events.parent.mkdir(parents=True, exist_ok=True)
     events.write_text("oom 1\n")
     assert oom_kills(membership, tmp_path) == 0
-    events.write_text(EVENTS)
+    events.write_text(EVENTS, encoding="utf-8")
     assert oom_kills(membership, tmp_path) == 3
     assert isinstance(oom_kills(), int)
 

@@ -67,7 +67,7 @@ def write_modules(
         for name, code in modules.items():
             path = tmp_path / f"{name}.py"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(code)
+            path.write_text(code, encoding="utf-8")
 
     return write
 
@@ -148,7 +148,7 @@ def test_a_library_in_whose_place_the_user_has_a_module_is_not_loaded(
 def test_sources_are_read_in_threads(tmp_path: Path) -> None:
     """Threads of several gangs read sources while Dask follows the garbage collector."""
     script = tmp_path / "deep.py"
-    script.write_text(f"x = {'[' * 40}1{']' * 40}\n" * 100)
+    script.write_text(f"x = {'[' * 40}1{']' * 40}\n" * 100, encoding="utf-8")
     threshold = gc.get_threshold()
     gc.set_threshold(20)
     gc.callbacks.append(_let_others_in)
