@@ -101,9 +101,8 @@ class Liveness:
         self._looked_s = now
         return self._silent_s
 
-    @property
-    def left_s(self) -> float:
-        """How much longer the silence may last; counts the time since the last look."""
+    def look_left_s(self) -> float:
+        """Count as `look` does; return how much longer the silence may last."""
         return max(0.0, self.limit_s - self.look())
 
 

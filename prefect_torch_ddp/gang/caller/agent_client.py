@@ -140,7 +140,9 @@ class AgentClient:
 
     async def _watched(self, task: "asyncio.Future[Any]", liveness: Liveness) -> Any:
         # In turns: to a worker that just died Dask keeps connecting for 30 s.
-        while not (await asyncio.wait({task}, timeout=min(MEMBERSHIP_S, liveness.left_s)))[0]:
+        while not (await asyncio.wait({task}, timeout=min(MEMBERSHIP_S, liveness.look_left_s())))[
+            0
+        ]:
             await self._check_alive(liveness)
         return task.result()
 
@@ -149,9 +151,11 @@ class AgentClient:
             msg = f"the scheduler was lost (the Dask client is {self.client.status})"
             raise SchedulerLostError(msg)
         try:
-            found = await look_for(self.client, self.worker, min(MEMBERSHIP_S, liveness.left_s))
+            found = await look_for(
+                self.client, self.worker, min(MEMBERSHIP_S, liveness.look_left_s())
+            )
         except SchedulerUnresponsiveError:
-            if not liveness.left_s:
+            if not liveness.look_left_s():
                 raise
             return
         if found == "answers":
@@ -159,7 +163,7 @@ class AgentClient:
         if found == "gone" and not await self._still_answers():
             msg = f"worker {self.worker.address} was lost"
             raise AgentLostError(msg)
-        if not liveness.left_s:
+        if not liveness.look_left_s():
             msg = f"worker {self.worker.address} was silent for {liveness.limit_s:g} s"
             raise AgentLostError(msg)
 

@@ -213,7 +213,7 @@ class _Agent:
         if self._box.last_poll_s != self._heard_s:
             self._heard_s = self._box.last_poll_s
             self._caller.heard()
-        return not self._caller.left_s
+        return not self._caller.look_left_s()
 
     def _close(self) -> None:
         self._kill_but_failed()

@@ -102,11 +102,11 @@ class TaskWatch:
         have_answered = self._client.sync(self._look)
         pause_s = pause_after(self._scheduler.limit_s, have_answered=have_answered)
         self._next_look_s = time.monotonic() + pause_s - CALLED_EVERY_S / 2
-        if not self._scheduler.left_s:
+        if not self._scheduler.look_left_s():
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
         self._raise_if_empty()
-        for address, ear in [each for each in self._workers.items() if not each[1].left_s]:
+        for address, ear in [each for each in self._workers.items() if not each[1].look_left_s()]:
             if address == self._address:
                 # Else Dask would run it again by itself, next to the one that is submitted in
                 # its place.
@@ -143,7 +143,7 @@ class TaskWatch:
             self._empty = None
             return
         self._empty = self._empty or Liveness(self._workers_timeout_s)
-        if not self._empty.left_s:
+        if not self._empty.look_left_s():
             self._client.cancel([self._future], force=True)
             if self._has_begun:
                 lost = "the cluster lost all its workers while the task ran, and has had none since"
