@@ -96,8 +96,9 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
 
 def _check_arguments(workload: WorkloadSource) -> None:
     """Refuse plain functions that can't be called with a RankContext and nothing else."""
+    functions = _plain_functions(workload)
     for name in FUNCTIONS:
-        function = _functions_of(workload).get(name)
+        function = functions.get(name)
         if function is None or function.decorator_list:
             continue
         if what := _misfit_of(function.args):
