@@ -117,7 +117,7 @@ def lists_of(dataset: object) -> dict[str, Sequence[str]]:
         return {}
     lists = {f"categories of {name}": values for name, values in inner.categories.items()}
     if not inner.in_order:
-        return {**lists}
+        return lists
     # Other columns are no other order of these.
     names = short_digest(repr(sorted(inner.in_order)).encode(errors="surrogatepass"))
     return {**lists, f"features and targets ({names})": inner.in_order}
