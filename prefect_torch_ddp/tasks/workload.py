@@ -96,7 +96,7 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
 
 def _check_arguments(workload: WorkloadSource) -> None:
     """Refuse plain functions that can't be called with a RankContext and nothing else."""
-    functions = _plain_functions(workload)
+    functions = _functions_of(workload)
     for name in FUNCTIONS:
         function = functions.get(name)
         if function is None or function.decorator_list:
