@@ -115,7 +115,9 @@ def lists_of(dataset: object) -> dict[str, Sequence[str]]:
     inner = _without_subsets(dataset)[0]
     if not isinstance(inner, HasCategories):
         return {}
-    lists = {f"categories of {name}": values for name, values in inner.categories.items()}
+    lists: dict[str, Sequence[str]] = {
+        f"categories of {name}": values for name, values in inner.categories.items()
+    }
     if not inner.in_order:
         return lists
     # Other columns are no other order of these.
