@@ -241,10 +241,8 @@ class Loop:
             loader.iteration = iteration
             if seed is not None:  # Accelerate's own sampler, which draws by seed and epoch
                 _sampler(loader).initial_seed = seed
-            elif isinstance(own, list):
+            else:
                 restore_own([loader.base_dataloader], own)
-            elif own is not None:  # of an older version, which kept only the sampler's
-                _sampler(loader).generator.set_state(own)
         restore_generators(kept["generators"])
 
     def _load_state(self, folder: Path) -> None:

@@ -126,7 +126,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
         return {"step": self._step, "ended": self._ended}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._step, self._ended = state_dict["step"], state_dict.get("ended")
+        self._step, self._ended = state_dict["step"], state_dict["ended"]
 
     def on_train_start(self, trainer: Trainer, _module: Any) -> None:
         # Lightning's handler broadcasts, which hangs if not all ranks get the signal.
