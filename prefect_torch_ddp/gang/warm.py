@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Worker
 
-from prefect_torch_ddp.gang.caller.sent.preload import preload_of
-from prefect_torch_ddp.gang.checks import check_client
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
@@ -55,6 +53,10 @@ def warm(
             prepare_data()
             run_gang(client, fn, world_size=2)
     """
+    # Not at the top: a worker that starts would load them before its fork server.
+    from prefect_torch_ddp.gang.caller.sent.preload import preload_of  # noqa: PLC0415
+    from prefect_torch_ddp.gang.checks import check_client  # noqa: PLC0415
+
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]
     wanted = TORCH_ALONE
@@ -65,9 +67,13 @@ def warm(
 
 async def dask_setup(worker: Worker) -> None:
     """Warm this worker as it starts; Dask calls this in a preload."""
+    from prefect_torch_ddp.gang.worker.fork_client import fork_client  # noqa: PLC0415
+
+    # First, since torch takes longest: the rest loads here while torch loads there.
+    fork_client(worker.address).warm_up(TORCH_ALONE)
     from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415 - it imports much
 
-    await register_rpc(worker, TORCH_ALONE)
+    await register_rpc(worker)
 
 
 async def _warm(client: Client, preload: Preload) -> None:

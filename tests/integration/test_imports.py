@@ -50,6 +50,16 @@ def test_a_fresh_interpreter_loads_only_what_it_needs() -> None:
         assert not loaded & (unneeded | EXTRAS), step
 
 
+def test_a_worker_that_starts_loads_little_before_its_fork_server() -> None:
+    """What the preload of Dask workers needs to start one loads no parameters, nor pydantic."""
+    fork_client = "prefect_torch_ddp.gang.worker.fork_client"
+    code = f"import sys, prefect_torch_ddp.gang.warm, {fork_client}; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert not {*done.stdout.split()} & {"pydantic", "prefect_torch_ddp.params"}
+
+
 def test_the_commands_help_loads_nothing_heavy() -> None:
     """Help and a shell's completion load nothing heavier than typer's pydantic."""
     code = f"import sys{HELP}print(*sys.modules)"
