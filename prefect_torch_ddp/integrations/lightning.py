@@ -142,7 +142,7 @@ class _Callback(Checkpoint):  # type: ignore[misc]
             return
         loop, is_within = trainer.fit_loop, trainer.fit_loop.restarted_mid_epoch
         loaders, fetcher = _loaders(trainer), loop._data_fetcher  # noqa: SLF001
-        refuse_other_sizes(self._kept if is_within else {}, loaders)
+        refuse_other_sizes(self._kept if is_within else sizes_of(loaders), loaders)
         if not all(hasattr(each, "load_state_dict") for each in loaders):
             for each in loaders:  # Lightning does it later, when an order may have been drawn
                 _set_sampler_epoch(each, trainer.current_epoch)

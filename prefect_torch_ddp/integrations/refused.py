@@ -52,11 +52,11 @@ def refuse_other_sizes(kept: dict[str, Any], loaders: list[Any]) -> None:
     """Raise InvalidParamsError if the epoch to be finished began with other sizes.
 
     Args:
-        kept: includes what `sizes_of` returned then; older versions kept less of it, or nothing.
+        kept: includes what `sizes_of` returned then.
         loaders: the DataLoaders with which the epoch would be finished.
     """
     here = sizes_of(loaders)
-    there = {name: kept.get(name, here[name]) for name in here}
+    there = {name: kept[name] for name in here}
     if there != here:
         msg = (
             f"the commit is from the middle of an epoch of {_said(there)}, and here it has "

@@ -37,7 +37,8 @@ class DataPosition:
     def __init__(self, ctx: RankContext, trainer: Trainer) -> None:
         self._trainer = trainer
         self.file = f"data_{ctx.rank}.pth"
-        self._kept: Any = None  # until the first epoch begins; older versions wrote none
+        self._kept: Any = None  # until the first epoch begins
+        # A commit of the user's own, without `attach`, has no such file.
         if ctx.committed is not None and (ctx.committed / self.file).exists():
             self._kept = torch.load(ctx.committed / self.file)
         self._begun: Any = None  # the generators from which this epoch's order was drawn
@@ -65,7 +66,7 @@ class DataPosition:
         if self._kept is None:
             return
         here = self._sizes_of(loader)
-        there = {name: self._kept.get(name, here[name]) for name in here}  # older ones kept less
+        there = {name: self._kept[name] for name in here}
         if there != here:
             msg = (
                 f"the commit is of a training on {_said(**there)}, and here are {_said(**here)}: "

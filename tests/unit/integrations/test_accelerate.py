@@ -250,17 +250,6 @@ def test_a_batch_sampler_that_draws_by_the_epoch_repeats_the_order(
     assert resumed.weights == undisturbed.weights
 
 
-def test_a_commit_of_an_older_version_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has one state for a loader's order: of the sampler's generator, None without one."""
-    undisturbed = run(tmp_path / "straight", in_the_body)
-    with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr(accelerate, "_order", lambda loader: (loader.iteration, None, None))
-        run(tmp_path / "killed", in_the_body, 10)
-    assert run(tmp_path / "killed", in_the_body).weights == undisturbed.weights
-
-
 @pytest.mark.parametrize(
     ("die_at", "changed", "has"),
     [
@@ -303,21 +292,6 @@ def test_an_epoch_is_finished_in_batches_of_the_same_size_only(tmp_path: Path) -
     said = "of 9 samples in 3 batches of 4, and here it has 9 samples in 3 batches of 3: "
     with pytest.raises(InvalidParamsError, match=said):
         run(tmp_path, in_the_body, num_rows=9, batch_size=3)
-
-
-def test_a_commit_of_an_older_version_is_resumed_with_data_of_another_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It doesn't say how many samples the epoch had."""
-    save = accelerate.Loop._save
-
-    def older(loop: accelerate.Loop, position: tuple[int, int], begun: dict[str, Any]) -> None:
-        save(loop, position, {name: begun[name] for name in ("generators", "orders")})
-
-    with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr(accelerate.Loop, "_save", older)
-        run(tmp_path, in_the_body, 6)
-    assert run(tmp_path, in_the_body, num_rows=11).first_step == 4
 
 
 def test_a_validation_that_the_kill_ended_is_made_again(tmp_path: Path) -> None:
