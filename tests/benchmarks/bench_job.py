@@ -23,7 +23,9 @@ ROUNDS = rounds(5)
 TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
 PARTS = (
     *("import", "flow begins", "cluster", "prepare, train submitted", "train to its first step"),
-    *("loop", "after the last step", "evaluate", "publish", "close"),
+    *("loop", "after the last step", "evaluate", "publish", "flow ends"),
+    # Prefect waits for its thread that sends heartbeats, which looks once a second if it is to end.
+    "Prefect's heartbeats, close",
 )
 FIRST_EPOCHS = 3
 
@@ -89,10 +91,10 @@ def _job(began: float, called: float, ended: float, times: Path) -> Job:
     tasks = _newest_tasks()
     starts = {name: _seconds(run.start_time) for name, run in tasks.items()}
     ends = {name: _seconds(run.end_time) for name, run in tasks.items()}
-    # The flow run begins when Prefect's engine has told the server of it.
-    to_loop = began, called, _flow_began(tasks["prepare"]), starts["prepare"], starts["train"]
+    flow_began, flow_ended = _times_of_flow(tasks["prepare"])
+    to_loop = began, called, flow_began, starts["prepare"], starts["train"]
     loop, after = (steps[1], steps[-1]), (ends[name] for name in ("train", "evaluate", "publish"))
-    return Job((*to_loop, *loop, *after, ended), steps)
+    return Job((*to_loop, *loop, *after, flow_ended, ended), steps)
 
 
 def _newest_tasks() -> dict[str, TaskRun]:
@@ -101,10 +103,12 @@ def _newest_tasks() -> dict[str, TaskRun]:
     return {run.name.rsplit("-", 1)[0]: run for run in runs}
 
 
-def _flow_began(task_run: TaskRun) -> float:
+def _times_of_flow(task_run: TaskRun) -> tuple[float, float]:
+    """Return when Prefect's engine told the server that the flow began, and that it ended."""
     with get_client(sync_client=True) as client:
         assert task_run.flow_run_id is not None
-        return _seconds(client.read_flow_run(task_run.flow_run_id).start_time)
+        run = client.read_flow_run(task_run.flow_run_id)
+        return _seconds(run.start_time), _seconds(run.end_time)
 
 
 def _seconds(moment: object) -> float:
