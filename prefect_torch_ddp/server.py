@@ -58,6 +58,9 @@ def find_or_start_server() -> str:
 
     configured: str | None = PREFECT_API_URL.value()
     if configured:
+        if urlsplit(configured).scheme not in {"http", "https"}:
+            msg = f"PREFECT_API_URL is {configured}: write it as http://host:4200/api"
+            raise ServerError(msg)
         # Only Prefect has the certificates and keys that https may need.
         if urlsplit(configured).scheme == "http" and not is_prefect(configured):
             raise ServerError(none_at(configured))

@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 from prefect_torch_ddp.cli.doctor import doctor
 from prefect_torch_ddp.cli.failures import EXIT_CANCELLED, EXIT_REFUSED, cancel_in_words
 from prefect_torch_ddp.cli.options import refuse_unnamed
-from prefect_torch_ddp.cli.run_script import run_script
+from prefect_torch_ddp.cli.run_script import OfScripts, run_script
 from prefect_torch_ddp.cli.runs import metrics, runs, show
 from prefect_torch_ddp.cli.sync import sync
 from prefect_torch_ddp.cli.train import resume, train
@@ -27,13 +27,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-EXTRA = {"allow_extra_args": True}
+EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Taken by a command that refuses them in its own words."""
 
 
 class _NamesAll(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        refuse_unnamed(ctx.args, str(ctx.info_name))
+        # An unknown option may have been taken for the command's argument.
+        argument = next(each.name for each in self.params if each.param_type_name == "argument")
+        flags = [flag for each in self.params for flag in each.opts]
+        refuse_unnamed([ctx.params[argument], *ctx.args], str(ctx.info_name), flags)
         return super().invoke(ctx)
 
 
@@ -41,7 +44,7 @@ for training in (train, resume):
     app.command(cls=_NamesAll, context_settings=EXTRA)(training)
 for command in (runs, show, metrics, sync, doctor):
     app.command()(command)
-app.command("run-script")(run_script)
+app.command("run-script", cls=OfScripts)(run_script)
 
 
 def _print_version(given: bool) -> None:  # noqa: FBT001 - typer's way

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -76,12 +76,19 @@ def parse_values(given: Sequence[str] | None, flag: str) -> dict[str, Any]:
     return values
 
 
-def refuse_unnamed(given: Sequence[str], command: str) -> None:
-    """Refuse arguments that no option of the command takes.
+def refuse_unnamed(given: Sequence[str], command: str, flags: Sequence[str]) -> None:
+    """Refuse arguments after the first, and options that the command doesn't have.
+
+    Args:
+        given: its arguments and the unknown options, in the order they were typed in.
+        command: its name.
+        flags: its options.
 
     Raises:
         InvalidParamsError: there is one. Of `name=value` the message says which option it needs.
     """
+    if flag := next((each for each in given if each.startswith("-")), None):
+        _refuse_flag(given[given.index(flag) :], flags)
     if pair := next((each for each in given if "=" in each), None):
         prepare = "-d for one of prepare, " if command == "train" else ""
         msg = (
@@ -89,10 +96,26 @@ def refuse_unnamed(given: Sequence[str], command: str) -> None:
             f"workload, {prepare}-p for a field of TrainParams"
         )
         raise InvalidParamsError(msg)
-    if given:
-        way_out = f"`prefect-torch-ddp {command} -h` shows what can be given"
-        msg = f"{given[0]} is one argument too many; {way_out}"
+    if given[1:]:
+        msg = (
+            f"{given[1]} is one argument too many; write an option of the workload as -o "
+            f"name=value; `prefect-torch-ddp {command} -h` shows what else can be given"
+        )
         raise InvalidParamsError(msg)
+
+
+def _refuse_flag(given: Sequence[str], flags: Sequence[str]) -> NoReturn:
+    flag, _, value = given[0].partition("=")
+    if close := difflib.get_close_matches(flag, flags, 1):
+        msg = f"there is no option {flag}; did you mean {close[0]}?"
+    else:
+        name = flag.lstrip("-").replace("-", "_")
+        value = value or next(iter(given[1:]), "VALUE")
+        msg = (
+            f"there is no option {flag} of the command: write -o {name}={value} for an option of "
+            "the workload"
+        )
+    raise InvalidParamsError(msg)
 
 
 def nested(values: dict[str, Any], flag: str) -> dict[str, Any]:

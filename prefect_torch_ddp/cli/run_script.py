@@ -1,9 +1,13 @@
 """`run-script`: runs a script for torchrun as a task of a Prefect flow."""
 
+import importlib.util
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from prefect_torch_ddp.cli.options import STORAGE, StorageOption
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -56,7 +60,13 @@ def run_script(
     ranks, each = placed(world_size, nproc_per_node, nnodes)
     named = f"-m {script}" if module else script
     if not module and not Path(script).is_file():
-        msg = f"there is no script {script} in {Path.cwd()}; add -m to run a module"
+        hint = _near(script, (each.name for each in Path.cwd().glob("*.py")))
+        msg = f"there is no script {script} in {Path.cwd()}; add -m to run a module{hint}"
+        raise InvalidParamsError(msg)
+    top = script.partition(".")[0]
+    if module and not address and importlib.util.find_spec(top) is None:
+        hint = _near(top, (each.stem for each in Path.cwd().glob("*.py")))
+        msg = f"there is no module {top} that can be imported here{hint}"
         raise InvalidParamsError(msg)
     from prefect_torch_ddp.server import use_server
 
@@ -82,6 +92,36 @@ def run_script(
         shape = {"n_workers": ranks // each, "ranks_per_worker": each}
         runner = DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs=shape)
     run_as_flow(task, runner)
+
+
+NEAR = 0.75
+"""How similar a name has to be to what was typed."""
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), 1, NEAR)
+    return "".join(f"; did you mean {each}?" for each in close)
+
+
+class OfScripts(TyperCommand):
+    """Says of an unknown option how the script gets it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read what was typed in."""
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Of click's NoSuchOption, of which typer has a copy of its own or not.
+            flag = getattr(error, "option_name", None)
+            if flag is None or not hasattr(error, "possibilities"):
+                raise
+            hint = _near(flag, (each for param in self.params for each in param.opts))
+            at = next((at for at, each in enumerate(typed) if each.startswith(flag)), len(typed))
+            rest = " ".join(typed[at:]) or flag
+            like = f"; write the script's own after --, as in: train.py -- {rest}"
+            msg = f"there is no option {flag} of run-script{hint or like}"
+            raise InvalidParamsError(msg) from None
 
 
 def placed(world_size: int | None, per_node: int | None, nodes: int | None) -> tuple[int, int]:

@@ -24,6 +24,8 @@ DIGITS = "prefect_torch_ddp.examples.digits"
 NEAR = 0.8
 """How similar a file's name has to be to that of the module that isn't there."""
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
+PASSING = {"enable_grad", "inference_mode", "no_grad"}
+"""Decorators of torch, by which a function takes the same arguments as without."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,23 @@ def read_workload(reference: str, *, has_source: bool = False) -> WorkloadSource
 
 
 def _check_arguments(workload: WorkloadSource) -> None:
-    """Refuse plain functions that can't be called with a RankContext and nothing else."""
+    """Refuse functions that can't be called with a RankContext and nothing else.
+
+    What another decorator than one of torch's made of them isn't known.
+    """
     functions = _functions_of(workload)
     for name in FUNCTIONS:
         function = functions.get(name)
-        if function is None or function.decorator_list:
+        if function is None or not all(map(_passes, function.decorator_list)):
             continue
         if what := _misfit_of(function.args):
             msg = f"{name} of workload {workload.name!r} {what}: write `def {name}(ctx):`"
             raise InvalidParamsError(msg)
+
+
+def _passes(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return getattr(called, "attr", getattr(called, "id", None)) in PASSING
 
 
 def _functions_of(

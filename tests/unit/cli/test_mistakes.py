@@ -41,7 +41,28 @@ MISTAKES = {
     ),
     "an option of the command, misspelt": (
         "train my_workload --worldsize 2",
-        f"{USAGE}Error: No such option: --worldsize (Possible options: --world-size)\n",
+        "prefect-torch-ddp: there is no option --worldsize; did you mean --world-size?\n",
+    ),
+    "an option of the workload, as one of the command": (
+        "train my_workload --epochs=3",
+        (
+            "prefect-torch-ddp: there is no option --epochs of the command: write -o epochs=3 for "
+            "an option of the workload\n"
+        ),
+    ),
+    "an option of a resumed run, as one of the command": (
+        "resume --epochs 3 latest",
+        (
+            "prefect-torch-ddp: there is no option --epochs of the command: write -o epochs=3 for "
+            "an option of the workload\n"
+        ),
+    ),
+    "an option of the workload, without a sign": (
+        "train my_workload -o epochs 3",
+        (
+            "prefect-torch-ddp: 3 is one argument too many; write an option of the workload as -o "
+            "name=value; `prefect-torch-ddp train -h` shows what else can be given\n"
+        ),
     ),
     "an option of the workload, without -o": (
         "train my_workload epochs=3 lr=0.1",
@@ -67,8 +88,9 @@ MISTAKES = {
     "two workloads": (
         "train my_workload jobs.nested_workload",
         (
-            "prefect-torch-ddp: jobs.nested_workload is one argument too many; "
-            "`prefect-torch-ddp train -h` shows what can be given\n"
+            "prefect-torch-ddp: jobs.nested_workload is one argument too many; write an option of "
+            "the workload as -o name=value; `prefect-torch-ddp train -h` shows what else can be "
+            "given\n"
         ),
     ),
     "a number of ranks that can't be": (
@@ -145,6 +167,13 @@ MISTAKES = {
             "RankContext: write `def train(ctx):`\n"
         ),
     ),
+    "a function without ctx under a decorator of torch": (
+        "train under_no_grad",
+        (
+            "prefect-torch-ddp: evaluate of workload 'under_no_grad' takes no argument, and is "
+            "given a RankContext: write `def evaluate(ctx):`\n"
+        ),
+    ),
     "a function with arguments of its own": (
         "train with_more",
         (
@@ -164,6 +193,27 @@ MISTAKES = {
         (
             "prefect-torch-ddp: workload 'broken' can't be parsed: '(' was never closed "
             "(broken.py, line 1)\n"
+        ),
+    ),
+    "an option of a script, without --": (
+        "run-script train.py --lr 0.1",
+        (
+            "prefect-torch-ddp: there is no option --lr of run-script; write the script's own "
+            "after --, as in: train.py -- --lr 0.1 --storage store\n"
+        ),
+    ),
+    "a number of ranks for a script, misspelt": (
+        "run-script train.py --nproc_per_nod 2",
+        (
+            "prefect-torch-ddp: there is no option --nproc_per_nod of run-script; did you mean "
+            "--nproc_per_node?\n"
+        ),
+    ),
+    "a script's module that isn't there": (
+        "run-script -m my_worklod.train",
+        (
+            "prefect-torch-ddp: there is no module my_worklod that can be imported here; did you "
+            "mean my_workload?\n"
         ),
     ),
     "a script that isn't there": (
@@ -239,6 +289,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "my_workload.py": right,
         "jobs/nested_workload.py": right,
         "../above_workload.py": right,
+        "under_no_grad.py": right.replace("def evaluate(ctx: RankContext)", "def evaluate()"),
         "without_ctx.py": right.replace("def train(ctx: RankContext)", "def train()"),
         "with_more.py": right.replace("def train(ctx: RankContext)", "def train(ctx, lr, *, size)"),
         "lacking.py": "def prepare(ctx): ...\ndef train(ctx): ...\n",
