@@ -8,7 +8,13 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Self
 
-from prefect_torch_ddp.frames import shorten_uncaught, users_frames, users_traceback
+from prefect_torch_ddp.frames import (
+    innermost_frame,
+    shorten_uncaught,
+    users_frames,
+    users_stacks,
+    users_traceback,
+)
 from prefect_torch_ddp.lazy import exported_by
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
@@ -298,6 +304,10 @@ class GangError(PrefectTorchDdpError):
                 print(error)
     """
 
+    def in_brief(self) -> str:
+        """Return the text for a log in which more attempts follow."""
+        return str(self)
+
 
 @exported_by("prefect_torch_ddp")
 class NotEnoughWorkersError(GangError):
@@ -504,8 +514,8 @@ class GangHungError(_LongError):
     def __str__(self) -> str:
         lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}", _LONG_STEPS]
         if self.ranks and (stack := self.stacks.get(self.ranks[0])):
-            where = "(the innermost call first; all stacks are in the log)"
-            main_thread = stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
+            where = "(the innermost call first; the log has the other ranks)"
+            main_thread = users_stacks(stack).rpartition("hread 0x")[2].splitlines()[1:]
             lines += [
                 "",
                 f"rank {self.ranks[0]} is at {where}:",
@@ -570,15 +580,28 @@ class RankFailedError(_LongError):
         return error
 
     def __str__(self) -> str:
-        first = self.failure
+        shown = users_frames(self.traceback_text.rstrip())
+        return self._told("\n" + shown if shown else "")
+
+    def in_brief(self) -> str:
+        """Return the text for a log in which more attempts follow: with only the innermost frame.
+
+        Unless the traceback is kept nowhere else.
+        """
+        if not self.failure.log_uri:
+            return str(self)
+        return self._told(innermost_frame(users_frames(self.traceback_text)))
+
+    def _told(self, shown: str) -> str:
+        first, whole = self.failure, self.traceback_text.rstrip()
         equal, *groups = _group_identical([first, *self.collateral])
         lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
         if self.why_final:
             lines += [f"not tried again: {self.why_final}"]
-        if whole := first.traceback_text.rstrip():
-            shown = users_frames(whole)
-            where = first.log_uri or "traceback_text of this error"
-            lines += ["", shown] + ([f"the whole traceback: {where}"] if shown != whole else [])
+        if shown:
+            lines += [shown]
+        if shown.lstrip("\n") != whole:
+            lines += [f"the whole traceback: {first.log_uri or 'traceback_text of this error'}"]
         if first.stderr_tail:
             lines += ["", f"last lines on stderr of rank {first.rank}:"]
             lines += [f"  {line}" for line in first.stderr_tail]
@@ -606,7 +629,10 @@ def _name_ranks(failures: Sequence[RankFailure]) -> str:
     return f"{'rank' if len(failures) == 1 else 'ranks'} {named}"
 
 
-COMES_BACK = (ImportError, SyntaxError, InvalidParamsError, NewerFormatError, SupersededError)
+COMES_BACK = (
+    *(ImportError, SyntaxError, InvalidParamsError, NewerFormatError, SupersededError),
+    UnpicklableValueError,
+)
 """Errors that another attempt can't avoid, wherever they are raised.
 
 One by SupersededError would even stop the newer attempt that runs in its place.

@@ -7,30 +7,72 @@ from traceback import StackSummary, TracebackException
 from types import TracebackType
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)"')
-_NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen "
-    r"|/prefect_torch_ddp/(checkpoint|data|gang|rank|storage|tasks)/\w"
+_OURS = re.compile(
+    r"/prefect_torch_ddp/"
+    r"(checkpoint|cli|data|doctor|gang|integrations|protocol|rank|records|storage|tasks|tracking)/"
 )
+_NOT_THE_USERS = re.compile(rf"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen |{_OURS.pattern}")
+_BASE = re.compile(rf"/lib/python3\.\d+/(?!site-packages)|<frozen |{_OURS.pattern}")
 """Ranks may run on other machines, so the paths aren't those of this Python."""
+_OUR_ERROR = re.compile(r"^prefect_torch_ddp\.[\w.]+: (?!.*^Traceback )", re.MULTILINE | re.DOTALL)
+"""The last of a chain of errors, if it is of this package."""
 _SHORTENED: set[type[BaseException]] = set()
 
 
 def users_frames(traceback: str) -> str:
     """Return a formatted traceback without the frames of installed packages and of Python.
 
-    If there are no others it is returned whole.
+    If there are no others it is returned whole. It is empty if all are of this package and of
+    Python, or if the error is of this package: then its text says what to do.
     """
     kept: list[str] = []
-    num_frames, is_kept = 0, True
+    is_kept = is_base = True
+    num_frames = 0
     for line in traceback.splitlines():
         if (frame := _FRAME.match(line)) is not None:
             is_kept = _NOT_THE_USERS.search(frame["file"]) is None
+            is_base &= _BASE.search(frame["file"]) is not None
             num_frames += is_kept
         elif not line.startswith("    "):
             is_kept = True
         if is_kept:
             kept.append(line)
-    return "\n".join(kept) if num_frames else traceback
+    if num_frames:
+        return "\n".join(kept)
+    return "" if is_base or _OUR_ERROR.search(traceback) else traceback
+
+
+def innermost_frame(traceback: str) -> str:
+    """Return the last frame of a formatted traceback, with its line of code; empty if none is."""
+    lines = traceback.splitlines()
+    last = max((at for at, line in enumerate(lines) if _FRAME.match(line)), default=len(lines))
+    code = [line for line in lines[last + 1 : last + 2] if line.startswith("    ")]
+    return "\n".join([*lines[last : last + 1], *code])
+
+
+def users_stacks(stacks: str) -> str:
+    """Return a rank's stacks without threads of this package or of Python only.
+
+    The main thread, which comes last, stays. Calls of this package that led to it are left out.
+
+    Args:
+        stacks: as `faulthandler` writes them, the innermost call first.
+    """
+    *others, main = stacks.rstrip().split("\n\n")
+    kept = [each for each in others if not all(map(_is_base, each.splitlines()[1:]))]
+    return "\n\n".join(map(_without_base, [*kept, main]))
+
+
+def _is_base(frame: str) -> bool:
+    return _BASE.search(frame) is not None or "(most recent call first)" in frame
+
+
+def _without_base(stack: str) -> str:
+    head, *frames = stack.splitlines()
+    kept = len(frames)
+    while kept and re.search(rf"<frozen |{_OURS.pattern}", frames[kept - 1]):
+        kept -= 1
+    return "\n".join([head, *(frames[:kept] or frames)])
 
 
 def users_traceback(error: BaseException) -> str:

@@ -137,7 +137,7 @@ def failure_record(
         return record
     failure = error.failure
     record = replace(record, step=failure.step)
-    if failure.kind != "exception" or failure.is_collateral or failure.retryability == "transient":
+    if failure.is_collateral or failure.retryability == "transient":
         return record
     # An object without a __repr__ shows its address, which differs in each attempt.
     fingerprint = _ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")

@@ -183,14 +183,16 @@ class Restarts:
         self._follows = decision.action
         match decision.action:
             case Action.GROW:
-                self._say(f"{error}\nthe gang grows, which costs no restart")
+                self._say(f"{error.in_brief()}\nthe gang grows, which costs no restart")
             case Action.MOVE:
                 self._moved_at = getattr(error, "saved_step", None) or self._moved_at
-                self._say(f"{error}\nthe gang moves to other workers, which costs no restart")
+                self._say(
+                    f"{error.in_brief()}\nthe gang moves to other workers, which costs no restart"
+                )
             case Action.RESTART:
                 self.num_made += 1
                 again = f"restart {self.num_made} of {self._max_restarts}"
-                self._say(f"{error}\nthe gang is started again: {again}")
+                self._say(f"{error.in_brief()}\nthe gang is started again: {again}")
             case Action.RAISE:
                 if decision.is_final and isinstance(error, RankFailedError):
                     raise error.as_final(decision.why)

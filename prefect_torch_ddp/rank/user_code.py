@@ -3,6 +3,7 @@
 Its function is found by name, its loaders' workers are forked, and its errors say what to do.
 """
 
+import difflib
 import importlib
 import multiprocessing.context
 from typing import Any
@@ -31,6 +32,9 @@ _ADVICE = {
         "what __main__ defines can't reach a process that is spawned in a rank, such as a loader's "
         "worker: put the class or function into its own module, or leave "
         "multiprocessing_context out, so that the process is forked"
+    ),
+    "RankContext.track() takes 1 positional": (
+        "name what is tracked, as it is called in every checkpoint: ctx.track(model=model)"
     ),
     "Default process group has not been initialized": (
         "RankContext.local() has no process group, nor has a gang with process_group='none', or "
@@ -71,6 +75,9 @@ def advise(error: BaseException) -> None:
     is_model = isinstance(error, AttributeError) and hasattr(type(error.obj), "named_parameters")
     if is_model and getattr(error, "name", "") in ("module", "no_sync"):
         found.append(_BARE)
+    if isinstance(error, AttributeError) and type(error.obj).__name__ == "RankContext":
+        near = difflib.get_close_matches(error.name or "", _public(error.obj), 1)
+        found += [f"did you mean ctx.{each}?" for each in near]
     for advice in found:
         if advice not in getattr(error, "__notes__", ()):
             error.add_note(advice)
@@ -82,3 +89,7 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException:  # noqa: BLE001 - a user class's own __str__ may raise anything
         return ""
+
+
+def _public(owner: object) -> list[str]:
+    return [name for name in dir(owner) if not name.startswith("_")]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from prefect_torch_ddp.frames import users_stacks
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -107,7 +108,7 @@ def log_event(event: GangEvent) -> None:
 
 def stack_line(stack: RankStack) -> LogLine:
     """Return a rank's stacks as one record of its log."""
-    text = f"is at, the innermost call first:\n{stack.text.rstrip()}"
+    text = f"is at, the innermost call first:\n{users_stacks(stack.text)}"
     return LogLine(stack.rank, logging.ERROR, text)
 
 

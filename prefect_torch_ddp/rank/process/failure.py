@@ -28,6 +28,8 @@ _PEER_GONE = re.compile(
 )
 _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _TRANSIENT = (OSError, MemoryError, StorageError)
+_WRONG_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""OSErrors that are most often a mistake."""
 # Messages of a device, a driver or the kernel, in exceptions that Python calls RuntimeErrors.
 _TRANSIENT_TEXT = re.compile(
     r"out of memory|CUDA error|CUDA driver|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS|"
@@ -35,6 +37,8 @@ _TRANSIENT_TEXT = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 MAX_SUMMARY = 2_000
+# What torch raises in a rank for an exception in a process that loads for it.
+_IN_A_LOADER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback ")
 _RANK = Path(__file__).parents[1]
 _OUR_FRAMES = {str(_RANK / name) for name in ("process/main.py", "stages.py")}
 
@@ -42,7 +46,7 @@ _OUR_FRAMES = {str(_RANK / name) for name in ("process/main.py", "stages.py")}
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     """Turn an exception into a value that can be sent to the caller, whatever its class."""
     advise(error)
-    summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
+    summary = _summary_of(error)[:MAX_SUMMARY]
     exit_code = None
     if isinstance(error, SystemExit):
         summary = f"left by sys.exit({error.code!r}) before its function returned"
@@ -64,6 +68,15 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
         exit_code=exit_code,
         retryability=retryability_of(error),
     )
+
+
+def _summary_of(error: BaseException) -> str:
+    """Return an exception's class and text; of one in a process that loads, its own."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    if _IN_A_LOADER.search(summary) is None:
+        return summary
+    after_last_frame = re.split(r"^  File .*\n(?:    .*\n)*", summary, flags=re.MULTILINE)[-1]
+    return f"{after_last_frame.strip()} (in a DataLoader worker)"
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
@@ -97,7 +110,7 @@ def retryability_of(error: BaseException) -> Retryability:
     code may look for an optional module, not find it, and continue. An OSError counts anywhere in
     the chain.
     """
-    if isinstance(error, SystemExit | KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         return "transient"
     if any(isinstance(link, COMES_BACK) for link in _chain(error, with_context=False)):
         return "hopeless"
@@ -105,6 +118,8 @@ def retryability_of(error: BaseException) -> Retryability:
 
 
 def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, _WRONG_PATHS):
+        return False
     if isinstance(error, _TRANSIENT) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and _TRANSIENT_TEXT.search(text_of(error)) is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -98,14 +99,16 @@ def test_the_first_of_the_chain_decides(error: BaseException, *, expected: bool)
         (SyntaxError("no"), "hopeless"),
         (InvalidParamsError("no"), "hopeless"),
         (SupersededError("newer"), "hopeless"),
-        (FileNotFoundError("no"), "transient"),
+        (UnpicklableValueError("a lock"), "hopeless"),
+        (FileNotFoundError("no"), "open"),
+        (ConnectionResetError("gone"), "transient"),
         (TimeoutError("slow"), "transient"),
         (StorageError("down"), "transient"),
         (MemoryError(), "transient"),
         (OutOfMemoryError("CUDA"), "transient"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "transient"),
         (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), "transient"),
-        (SystemExit(3), "transient"),
+        (SystemExit(3), "open"),
         (caught(ImportError("no"), ValueError("bad"), explicitly=True), "hopeless"),
         (caught(ImportError("no apex here"), ValueError("bad")), "open"),
         (caught(OSError("gone"), ValueError("no sample")), "transient"),
@@ -131,6 +134,19 @@ def test_the_traceback_begins_at_the_users_code() -> None:
         text = describe(error, 0, "a").traceback_text
     assert "users_function" in text
     assert "main.py" not in text
+
+
+def test_an_error_in_a_loaders_worker_is_named_by_its_own_text() -> None:
+    """Of more than a line too. The worker's number differs from attempt to attempt."""
+    msg = "sample 77 is corrupt:\n    its checksum differs"
+    raised = caught(ValueError(msg))
+    info = type(raised), raised, raised.__traceback__
+    wrapped = ExceptionWrapper(info, where="in DataLoader worker process 3")
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader") as reraised:
+        wrapped.reraise()
+    failure = describe(reraised.value, 0, "a")
+    assert failure.summary == f"ValueError: {msg} (in a DataLoader worker)"
+    assert "Caught ValueError in DataLoader worker process 3" in failure.traceback_text
 
 
 def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> None:
