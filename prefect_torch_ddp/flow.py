@@ -17,14 +17,14 @@ from prefect_torch_ddp.gang.policy import TASK_LOSS_ERRORS, Action, TaskLoss, de
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainReport
 from prefect_torch_ddp.server import flow_server
+from prefect_torch_ddp.tasks.calls.called_flow import checked_first, quietly, refuse_early
 from prefect_torch_ddp.tasks.clusters.current import cluster_lives, connect, on_worker, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import failure_published, publish
 from prefect_torch_ddp.tasks.train import train
-from prefect_torch_ddp.tasks.train_run import Run, refuse_early
+from prefect_torch_ddp.tasks.train_run import Run
 from prefect_torch_ddp.tasks.watch.beside_flow import flow_watched
-from prefect_torch_ddp.tasks.watch.quiet_flow import checked_first, quietly
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.watch.tracker_feed import trackers_fed
 

@@ -399,6 +399,14 @@ class ClusterParams(Params):
     """Arguments of the cluster's adapt, e.g. {'minimum': 4, 'maximum': 4}: then Dask replaces lost
     workers."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_text(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            msg = f'cluster is {given!r}; name a running one by cluster={{"address": "{given}"}}'
+            raise ValueError(msg)  # noqa: TRY004 - a TypeError pydantic would pass on
+        return given
+
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
         if self.address and self.scheduler_file:
@@ -418,6 +426,13 @@ class ClusterParams(Params):
 
 
 def _module_name(value: object) -> object:
+    if callable(value):
+        msg = (
+            f"workload is {getattr(value, '__name__', value)}; give the name of the module that "
+            "has prepare, train and evaluate; in a notebook, write `%%writefile my_workload.py` "
+            "above their cell"
+        )
+        raise ValueError(msg)  # noqa: TRY004 - a TypeError pydantic would pass on
     return value.__name__ if isinstance(value, ModuleType) else value
 
 

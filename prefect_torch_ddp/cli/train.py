@@ -16,7 +16,6 @@ from prefect_torch_ddp.cli.options import (
     find_run,
     nested,
     parse_values,
-    refuse_unnamed,
     with_its_checkpoint,
 )
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -79,8 +78,6 @@ def train(
 
     For example: prefect-torch-ddp train my_workload --world-size 2 -o epochs=3
     """
-    if "=" in workload:
-        refuse_unnamed([workload], "train")
     given = {
         "workload": workload,
         "world_size": world_size,
@@ -240,7 +237,7 @@ def _trained(params: "TrainParams") -> "TrainReport":
 
     checked_workload(params)  # the first of `refuse_early`, without the seconds that Prefect loads
     from prefect_torch_ddp.server import use_server
-    from prefect_torch_ddp.tasks.train_run import refuse_early
+    from prefect_torch_ddp.tasks.calls.called_flow import refuse_early
 
     refuse_early(params)  # before a server or a cluster is started
     use_server()

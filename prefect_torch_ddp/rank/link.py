@@ -40,6 +40,8 @@ BEAT_S = 1.0
 class Link:
     """What a rank can report to the process around it; this base class reports to nobody."""
 
+    is_of_a_rank = False
+
     def __init__(self) -> None:
         """Write heartbeats to a page that nobody reads."""
         self.heartbeat = HeartbeatWriter()
@@ -71,6 +73,8 @@ class AgentLink(Link):
 
     Records are datagrams, so threads and forked children may send them too.
     """
+
+    is_of_a_rank = True
 
     def __init__(
         self,

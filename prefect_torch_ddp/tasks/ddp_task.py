@@ -23,6 +23,7 @@ from prefect_torch_ddp.params import ContextOptions
 from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.tasks.calls.submitting import refuse_unbound, submitting
 from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.gangs.task_training import (
     TaskCode,
@@ -31,7 +32,6 @@ from prefect_torch_ddp.tasks.gangs.task_training import (
     experiment_of_task,
     train,
 )
-from prefect_torch_ddp.tasks.submitting import refuse_unbound, submitting
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.beside_flow import accompany
 from prefect_torch_ddp.tasks.watch.watched_task import watched, watched_list

@@ -23,6 +23,7 @@ from prefect.utilities.engine import collect_task_run_inputs_sync
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.workers import workers_away
 from prefect_torch_ddp.gang.own_task import leave_thread
 from prefect_torch_ddp.server import flow_server
@@ -88,7 +89,7 @@ class OffThreadRunner(TaskRunner[PrefectDaskFuture[Any]]):
             for name, value in parameters.items()
         }
         asset = {"task": task, "task_run_id": task_run_id, "task_inputs": inputs}
-        future: Any = self._runner.client.submit(
+        future: Any = self._client().submit(
             _run,
             key=f"{task.name}-{uuid4().hex}",
             pure=False,
@@ -102,6 +103,16 @@ class OffThreadRunner(TaskRunner[PrefectDaskFuture[Any]]):
         )
         future.task_run_id = task_run_id  # what the next task that takes it is shown to depend on
         return PrefectDaskFuture(task_run_id, future)
+
+    def _client(self) -> Any:
+        """Return the runner's client, which connects, or starts the cluster, the first time."""
+        try:
+            return self._runner.client
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+            do = "is its scheduler running, and reachable from here?"
+            msg = f"the flow's DaskTaskRunner gave no Dask cluster: {why}; {do}"
+            raise InvalidParamsError(msg) from error
 
 
 def _run(**call: Any) -> Any:

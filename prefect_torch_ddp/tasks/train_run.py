@@ -11,8 +11,6 @@ from prefect.context import FlowRunContext
 from prefect_torch_ddp.blocks import (
     absolute_reference,
     fingerprint_of,
-    is_block,
-    resolve_source,
     resolve_storage,
 )
 from prefect_torch_ddp.checkpoint.keys import CheckpointId
@@ -162,26 +160,6 @@ class Run:
             results=results,
             evaluate_on=params.evaluate_on,
         )
-
-
-def refuse_early(params: TrainParams | None = None, **_of_prefect: Any) -> None:
-    """Refuse what is seen to be wrong here, before Prefect makes a run of train_flow's call.
-
-    `Run.from_params` refuses the same and more: what only a network or a Prefect server knows.
-
-    Raises:
-        InvalidParamsError, StorageError: something given can't work.
-    """
-    if not isinstance(params, TrainParams):  # Prefect makes one of a dict, or refuses it
-        return
-    checked_workload(params)
-    storage = None if is_block(params.storage) else resolve_storage(params.storage)
-    if params.source is not None and not is_block(params.source):
-        resolve_source(params.source)
-    if storage is not None:
-        check_trackers(params.trackers, storage)
-        if storage.local_folder is not None:
-            storage.check_writable()
 
 
 def rank_config(

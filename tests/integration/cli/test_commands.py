@@ -215,6 +215,19 @@ def test_a_script_prints_a_ranks_error_without_others_frames(folder: Path, scrip
     assert shown.count("\n") <= MAX_LINES
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("prefect_api")
+def test_a_script_that_every_rank_would_run_again_is_refused(folder: Path) -> None:
+    """Ranks that import it would each call the flow, whose ranks would import it."""
+    with (folder / f"{WORKLOAD}.py").open("a", encoding="utf-8") as script:
+        script.write("\nfrom prefect_torch_ddp import TrainParams, train_flow\n")
+        script.write(f"train_flow(TrainParams(workload='{WORKLOAD}', storage='store'))\n")
+    _, said = ran(folder, f"{WORKLOAD}.py", status=1)
+    assert "write the call below `if __name__ ==" in said
+    assert "attempt 2" not in said
+    assert said.count("\n") <= MAX_LINES
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import dask
 import psutil
 import pytest
 from dask.system import CPU_COUNT
@@ -14,10 +15,13 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import (
     ClusterParams,
     InvalidParamsError,
+    RankContext,
     StorageError,
     TrainParams,
+    ddp_task,
     train_flow,
 )
+from prefect_torch_ddp.frames import users_traceback
 from prefect_torch_ddp.tasks.clusters.chosen import point_at_cluster
 from prefect_torch_ddp.tasks.clusters.current import _runner
 from tests.support.runs import wait_until_said
@@ -76,8 +80,28 @@ def test_refused_before_a_process_starts(
     commands = [part for process in new for part in process.cmdline()]
     assert not [part for part in commands if "prefect_torch_ddp.rank" in part]
     assert not (tmp_path / "runs").exists()
-    _, *below = [frame.name for frame in refused.traceback]
-    assert below == ["__call__"], "other frames say nothing more"
+    shown = users_traceback(refused.value)
+    assert shown.count('  File "') == 1, "other frames than the user's say nothing more"
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_flow_whose_scheduler_is_not_there_says_so(tmp_path: Path) -> None:
+    """Of a task; Dask's error had 140 lines of frames."""
+    fit = ddp_task(do_nothing, world_size=1, storage=str(tmp_path))
+
+    @flow(task_runner=DaskTaskRunner(address=NOBODY))
+    def line() -> None:
+        fit.submit()
+
+    says = f"the flow's DaskTaskRunner gave no Dask cluster: .*{NOBODY}.*; is its scheduler running"
+    limit = dask.config.set({"distributed.comm.timeouts.connect": "2s"})
+    with limit, pytest.raises(InvalidParamsError, match=says):
+        line()
+
+
+def do_nothing(_ctx: RankContext) -> None:
+    """Run."""
 
 
 @pytest.mark.usefixtures("prefect_api")

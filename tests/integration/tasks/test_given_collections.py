@@ -32,8 +32,8 @@ from prefect_torch_ddp.protocol.call import Call
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.run_record import list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.calls.submitting import submitting
 from prefect_torch_ddp.tasks.gangs.given import GivenCollections
-from prefect_torch_ddp.tasks.submitting import submitting
 from prefect_torch_ddp.tasks.watch.terminal import Display, Teller
 from tests.support.runs import report_of
 from tests.support.waiting import wait_until

@@ -1,0 +1,1 @@
+"""How a person calls what we make: our flows, and tasks of a function."""
