@@ -100,11 +100,18 @@ def _began(record: RunRecord) -> str:
 def _cell(now: float, then: float | None, better: Direction | None) -> str:
     if then is None or not math.isfinite(then):
         return ""
-    by = now - then
-    return f"{number(then)}, now {f'{number(abs(by))} {_change(by, better)}' if by else 'the same'}"
+    return f"{number(then)}, now {_change(now, then, better)}"
 
 
-def _change(by: float, better: Direction | None) -> str:
+def _change(now: float, then: float, better: Direction | None) -> str:
+    if now == then:
+        return "the same"
+    if number(now) == number(then):  # as gangs of two sizes round
+        return "nearly the same"
+    return f"{number(abs(now - then))} {_direction(now - then, better)}"
+
+
+def _direction(by: float, better: Direction | None) -> str:
     if better is None:
         return "higher" if by > 0 else "lower"
     return "better" if (by > 0) == (better == "max") else "worse"

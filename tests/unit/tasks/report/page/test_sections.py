@@ -186,10 +186,14 @@ def test_a_section_that_is_too_large_gives_way_and_says_so(monkeypatch: pytest.M
         ({"speed": [3, 9, 2]}, {"best_metric": "speed"}, "Best speed: 9 at step 2", ""),
         ({"val_oddness": [1, 3, 2]}, {}, "", "1, now 1 higher"),
         ({"loss": range(1, 101)}, {}, "", "100, now the same"),
+        ({"loss": [100.0000001]}, {}, "", "100, now nearly the same"),
         ({"lr": [0.1]}, {}, "", ""),
         ({}, {}, "", ""),
     ],
-    ids=["a loss", "a score", "the metric of checkpoints", "unknown", "a training", "rate", "none"],
+    ids=[
+        *("a loss", "a score", "the metric of checkpoints", "unknown", "a training"),
+        *("a rounding", "rate", "none"),
+    ],
 )
 def test_the_best_value_and_the_last_run_are_compared(values, changes, says: str, compared: str):
     """By what checkpoints are kept by, else a score or a loss on validation data, else the loss."""
