@@ -3,6 +3,7 @@
 Torch is imported inside: the test process need not load it.
 """
 
+import argparse
 import ctypes
 import json
 import logging
@@ -105,7 +106,7 @@ def _clean_up(how: str) -> None:
     time.sleep(1.5)
 
 
-def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912 - one branch an oddity
+def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one branch an oddity
     """Fail on rank 1 in a way that is hard to report; rank 0 waits for it in a collective."""
     import torch.distributed as dist
 
@@ -136,6 +137,10 @@ def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912 - one branch an oddity
             raise GeneratorExit
         case "exit_text":
             sys.exit("a text")
+        case "usage":
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--lr", required=True)
+            parser.parse_args([])
         case "abort":
             os.abort()
         case "recursion":

@@ -111,8 +111,10 @@ class RankProcess:
                 pass  # the first of them is the outcome
             case FailureWritten():
                 failure = pickle.loads(self.io.outcome())
-                kept = self.lines.uri
-                self.failure = dataclasses.replace(failure, step=self._step(), log_uri=kept)
+                # Who leaves has said why there, as argparse does.
+                tail = self.io.stderr_tail if failure.kind == "exit" else ()
+                more = {"step": self._step(), "log_uri": self.lines.uri, "stderr_tail": tail}
+                self.failure = dataclasses.replace(failure, **more)
                 self.lines.keep([failure.traceback_text.rstrip() or failure.summary], "ERROR ")
                 yield self.failure
             case RankReturned():
