@@ -44,7 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 class NannyProcess(ProcessInterface):
-    """A worker of the cluster: its nanny has its own process, see `gang/worker/nanny.py`."""
+    """A worker of the cluster: its nanny has its own process, see `gang/worker/nanny.py`.
+
+    Why not Dask's SubprocessCluster: there the scheduler is a process too, so distributed is
+    imported once more; a worker's options are on its command line, which every user of the machine
+    can read; and a nanny that is killed isn't started again.
+    """
 
     def __init__(self, scheduler: str, **options: Any) -> None:
         """Keep what to start; Dask's options of a nanny."""
