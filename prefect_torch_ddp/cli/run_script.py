@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from prefect_dask import DaskTaskRunner
 
 
+NEAR = 0.75
+"""How similar a name has to be to what was typed."""
+
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A .py file; with -m a module.")]
 Args = Annotated[
     list[str] | None, typer.Argument(metavar="[-- ARGS]", help="The script's arguments.")
@@ -92,10 +95,6 @@ def run_script(
         shape = {"n_workers": ranks // each, "ranks_per_worker": each}
         runner = DaskTaskRunner(cluster_class=local_cluster, cluster_kwargs=shape)
     run_as_flow(task, runner)
-
-
-NEAR = 0.75
-"""How similar a name has to be to what was typed."""
 
 
 def _near(name: str, known: Iterable[str]) -> str:
