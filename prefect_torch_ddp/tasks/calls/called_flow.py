@@ -37,9 +37,9 @@ class _CheckedFlow(Flow[P, R]):
                 'the call below `if __name__ == "__main__":`'
             )
             raise InvalidParamsError(msg)
+        check_embedded_server()  # first, since `refuse` may make the storage's folder
         if self.refuse is not None and not kwargs.get("return_state"):
             self.refuse(*args, **kwargs)
-        check_embedded_server()
         return super().__call__(*args, **kwargs)
 
 
