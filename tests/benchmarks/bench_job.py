@@ -21,11 +21,11 @@ from tests.benchmarks.beside import command_of_torchrun, rounds, show
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("on_cpus")]
 ROUNDS = rounds(5)
 TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
+FRESH_ALONE, WARM_ALONE = (f"{each}, no heartbeats" for each in (FRESH, WARM))
+"""Without the up to one second that Prefect's flow waits for the thread of its heartbeats."""
 PARTS = (
     *("import", "flow begins", "cluster", "prepare, train submitted", "train to its first step"),
-    *("loop", "after the last step", "evaluate", "publish", "flow ends"),
-    # Prefect waits for its thread that sends heartbeats, which looks once a second if it is to end.
-    "Prefect's heartbeats, close",
+    *("loop", "after the last step", "evaluate", "publish", "flow ends", "close"),
 )
 FIRST_EPOCHS = 3
 
@@ -50,10 +50,10 @@ def run_torchrun(data: Path, times: Path) -> Job:
     return Job((began, time.time()), json.loads(times.read_text()))
 
 
-def run_fresh(storage: Path, times: Path) -> Job:
+def run_fresh(storage: Path, times: Path, heartbeats: str = "none") -> Job:
     """Run the flow in a new process, which starts its cluster."""
     began = time.time()
-    command = [sys.executable, "-m", job_flow.__name__, str(storage), str(times)]
+    command = [sys.executable, "-m", job_flow.__name__, str(storage), str(times), heartbeats]
     called, _ = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     return _job(began, called, time.time(), times)
 
@@ -65,11 +65,11 @@ class WarmFlows:
         """Take the process, which waits for lines."""
         self._process = process
 
-    def run(self, storage: Path, times: Path) -> Job:
+    def run(self, storage: Path, times: Path, heartbeats: str = "none") -> Job:
         """Run one."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(storage), str(times)]) + "\n")
+        self._process.stdin.write(json.dumps([str(storage), str(times), heartbeats]) + "\n")
         self._process.stdin.flush()
         called, returned = json.loads(self._process.stdout.readline())
         return _job(called, called, returned, times)
@@ -119,28 +119,31 @@ def _seconds(moment: object) -> float:
 def test_whole_job(tmp_path: Path) -> None:
     """Print the tables of docs/performance.md: medians of the rounds, and of their ratios."""
     storage, times = tmp_path / "runs", tmp_path / "times.json"
-    jobs: dict[str, list[Job]] = {name: [] for name in (TORCHRUN, FRESH, WARM)}
+    names = TORCHRUN, FRESH, FRESH_ALONE, WARM, WARM_ALONE
+    jobs: dict[str, list[Job]] = {name: [] for name in names}
     with warm_flows() as warm:
         warm.run(storage, times)  # prepares the dataset
         (data,) = {found.parent for found in storage.rglob("train") if found.is_dir()}
         for number in range(ROUNDS):
             runs = {
                 TORCHRUN: lambda: run_torchrun(data, times),
-                FRESH: lambda: run_fresh(storage, times),
-                WARM: lambda: warm.run(storage, times),
+                FRESH: lambda: run_fresh(storage, times, "beats"),
+                FRESH_ALONE: lambda: run_fresh(storage, times),
+                WARM: lambda: warm.run(storage, times, "beats"),
+                WARM_ALONE: lambda: warm.run(storage, times),
             }
-            names = list(runs)
-            for name in names[number % 3 :] + names[: number % 3]:
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
                 jobs[name].append(runs[name]())
     steps = f"mean step ms | times torchrun | of the first {FIRST_EPOCHS} epochs"
     head = f"job | median s | worst s | times torchrun | all rounds | {steps}"
     show(head, [_summary(name, jobs) for name in jobs])
     medians = [
         [statistics.median(found) for found in zip(*(job.parts_s for job in jobs[n]), strict=True)]
-        for n in (FRESH, WARM)
+        for n in (FRESH_ALONE, WARM_ALONE)
     ]
     rows = zip(PARTS, *([f"{found:.2f}" for found in each] for each in medians), strict=True)
-    show(f"where the seconds go | {FRESH} | {WARM}", rows)
+    show(f"where the seconds go | {FRESH_ALONE} | {WARM_ALONE}", rows)
 
 
 def _summary(name: str, jobs: dict[str, list[Job]]) -> tuple[str, ...]:
