@@ -72,9 +72,9 @@ def attach(trainer: Trainer) -> str | None:
         ),
     }
     refuse_options(refused)
-    refuse_other_ranks(ctx, "Lightning", "generators-*.pt")
     if ctx.world_size > 1 and not dist.is_initialized():  # in a script: Lightning does so in `fit`
         dist.init_process_group("nccl" if ctx.device.type == "cuda" else "gloo")
+    refuse_other_ranks(ctx, "Lightning", "generators-*.pt")
     trainer.callbacks.append(_Callback(ctx))
     trainer.loggers = [*trainer.loggers, _Logger(ctx, trainer.default_root_dir)]
     return None if ctx.committed is None else str(ctx.committed / "trainer.ckpt")
