@@ -111,7 +111,7 @@ def served_run(client: SyncPrefectClient, folder: Path) -> None:
     def served() -> list[DeploymentResponse]:
         return [each for each in client.read_deployments() if each.name.endswith("-laptop")]
 
-    wait_until(lambda: len(served()) == 4, what="four deployments")
+    wait_until(lambda: len(served()) == 6, what="six deployments")
     assert {each.work_pool_name for each in served()} == {None}
     deployment = client.read_deployment_by_name("train-ddp/digits-laptop")
     params = {"storage": str(folder / "store"), "options": {"epochs": 1}}
