@@ -21,13 +21,12 @@ from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 
-LOCAL_API = "http://127.0.0.1:4200/api"
 LEASES_IN = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 LEASES_IN_FILES = "prefect.server.concurrency.lease_storage.filesystem"
 LEASES_IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
-READY_S = 90
-EMBEDDED_START_S = 300
+START_S = 300
 """Prefect's own 20 s are too few for a first start on a cold or loaded machine."""
+OTHER_PORT = "`export PREFECT_SERVER_API_PORT=4201`, and run the command again: it starts one there"
 LISTENS = "0A"
 """The state of a socket that listens, in the kernel's tables."""
 REACHED = {"0100007F", "0" * 8, "0" * 32, "0" * 16 + "FFFF00000100007F"}
@@ -48,6 +47,13 @@ def use_server() -> None:
     refresh_global_settings_context()
 
 
+def local_api() -> str:
+    """Return where the local Prefect server is, or will be: at the port of Prefect's settings."""
+    from prefect.settings import PREFECT_SERVER_API_PORT  # noqa: PLC0415 - it takes a second
+
+    return f"http://127.0.0.1:{PREFECT_SERVER_API_PORT.value()}/api"
+
+
 def find_or_start_server() -> str:
     """Return the API of the configured Prefect server, or of a local one, started if need be.
 
@@ -65,10 +71,11 @@ def find_or_start_server() -> str:
         if urlsplit(configured).scheme == "http" and not is_prefect(configured):
             raise ServerError(none_at(configured))
         return configured
-    if not is_prefect(LOCAL_API):
-        _start_server(PREFECT_HOME.value())
-    refuse_strangers_server(urlsplit(LOCAL_API).port)
-    return LOCAL_API
+    api = local_api()
+    if not is_prefect(api):
+        _start_server(api, PREFECT_HOME.value())
+    refuse_strangers_server(urlsplit(api).port)
+    return api
 
 
 def none_at(api: str) -> str:
@@ -101,8 +108,8 @@ def refuse_strangers_server(
                     return
                 msg = (
                     f"the Prefect server at 127.0.0.1:{port} is that of user {owner}: set "
-                    "PREFECT_API_URL to its API if you may use it, or start your own with `prefect "
-                    "server start --port 4201` and set PREFECT_API_URL to http://127.0.0.1:4201/api"
+                    "PREFECT_API_URL to its API if you may use it, or have your own at another "
+                    f"port: {OTHER_PORT}"
                 )
                 raise ServerError(msg)
 
@@ -169,7 +176,7 @@ def forgets_leases() -> bool:
 def is_prefect(api: str) -> bool:
     """Tell whether a Prefect server answers."""
     try:
-        # Http, from LOCAL_API or the settings.
+        # Http, from local_api or the settings.
         with urllib.request.urlopen(f"{api.rstrip('/')}/health", timeout=5) as answer:  # noqa: S310
             return json.load(answer) is True
     # HTTPException: what answers doesn't speak HTTP, or the port is no number.
@@ -193,7 +200,7 @@ def adjust_embedded_server() -> None:
     if "startup_timeout_seconds" not in server.ephemeral.model_fields_set:
         with suppress(ServerError):
             check_embedded_server()  # else it fails again and again for so long
-            server.ephemeral.startup_timeout_seconds = EMBEDDED_START_S
+            server.ephemeral.startup_timeout_seconds = START_S
     if "analytics_enabled" not in server.model_fields_set:
         server.analytics_enabled = False
 
@@ -229,7 +236,7 @@ def _check_home(home: Path) -> None:
         raise ServerError(msg) from None
 
 
-def _start_server(home: Path) -> None:
+def _start_server(api: str, home: Path) -> None:
     """Start a Prefect server that outlives this process, until `prefect server stop`.
 
     Not by `prefect server start --background`: that server's output goes to a pipe that nobody
@@ -240,13 +247,13 @@ def _start_server(home: Path) -> None:
     _check_home(home)
     with (home / "server.lock").open("ab") as file:
         _lock(file, home)
-        if not is_prefect(LOCAL_API):
-            _start_server_alone(home)
+        if not is_prefect(api):
+            _start_server_alone(api, home)
 
 
 def _lock(file: BinaryIO, home: Path) -> None:
     """Wait until no other process starts the server; the lock ends when the file is closed."""
-    deadline = time.monotonic() + READY_S
+    deadline = time.monotonic() + START_S
     # Not for longer than a start may take: the other process may be suspended.
     while time.monotonic() < deadline:
         try:
@@ -265,14 +272,13 @@ def _lock(file: BinaryIO, home: Path) -> None:
             return
 
 
-def _start_server_alone(home: Path) -> None:
-    address = urlsplit(LOCAL_API)
+def _start_server_alone(api: str, home: Path) -> None:
+    address = urlsplit(api)
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
             msg = (
                 f"port {address.port} is used by something that isn't a Prefect server: stop it, "
-                "or start a server on another port: `prefect server start --background --port "
-                "4201`, and `export PREFECT_API_URL=http://127.0.0.1:4201/api`"
+                f"or have a server at another port: {OTHER_PORT}"
             )
             raise ServerError(msg)
     log = home / "server.log"
@@ -293,11 +299,11 @@ def _start_server_alone(home: Path) -> None:
         )
     # Where `prefect server stop` looks.
     (home / "server.pid").write_text(str(server.pid), encoding="utf-8")
-    deadline = time.monotonic() + READY_S
-    while not is_prefect(LOCAL_API):
+    deadline = time.monotonic() + START_S
+    while not is_prefect(api):
         if server.poll() is not None or time.monotonic() > deadline:
             server.kill()
-            what = f"did not start within {READY_S} s"
+            what = f"did not start within {START_S} s"
             if server.returncode is not None:
                 what = f"ended with exit code {server.returncode} as it started"
             msg = f"the Prefect server {what}; its log is {log}"

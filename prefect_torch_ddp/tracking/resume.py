@@ -25,7 +25,7 @@ from prefect_torch_ddp.records.run_record import (
     is_choice,
     list_run_records,
 )
-from prefect_torch_ddp.server import LOCAL_API
+from prefect_torch_ddp.server import local_api
 from prefect_torch_ddp.storage.protocol import Storage
 
 STATE = """{"state": {"type": "CRASHED"}, "force": true}"""
@@ -156,7 +156,8 @@ def how_to_close(flow_run: FlowRun) -> str:
     """Return what state a flow run is in, and how it ends if nobody is there to end it."""
     state = f"its flow run {flow_run.id} is {flow_run.state_name} in Prefect"
     # The commands find the local server by themselves, Prefect's doesn't.
-    at = f"PREFECT_API_URL={LOCAL_API} " if PREFECT_API_URL.value() == LOCAL_API else ""
+    local = local_api()
+    at = f"PREFECT_API_URL={local} " if PREFECT_API_URL.value() == local else ""
     over = "If its process was killed, and its ranks have ended"
     return f"{state}. {over}, run `{at}{CLOSE % flow_run.id}`"
 

@@ -6,11 +6,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
+from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.waiting import wait_until
 
@@ -20,6 +25,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXAMPLES = re.findall(
     r"^```python\n(.*?)^```$",
     (ROOT / "README.md").read_text(encoding="utf-8"),
@@ -36,20 +42,48 @@ def built_wheel(folder: Path) -> Path:
     return built
 
 
-def installed(wheel: Path, folder: Path) -> Path:
-    """Install the wheel into an environment with links to the packages installed here,
-    except this one; give the Python. Installing everything that the wheel requires takes
-    minutes and gigabytes: `make wheel` does it."""
+def installed(wheel: Path, folder: Path, *beside: str) -> Path:
+    """Install the wheel into an environment of its own; give the Python.
+
+    What it requires without extras is linked from the packages installed here, and nothing else
+    is there: installing that anew takes minutes and gigabytes, which `make wheel` does.
+
+    Args:
+        wheel: the package's.
+        folder: of the environment.
+        beside: other distributions that are linked too, with what they require.
+    """
     venv.create(folder, symlinks=True)
-    there = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
-    ours = shutil.ignore_patterns("_prefect_torch_ddp.pth", "prefect_torch_ddp-*")
-    here = sysconfig.get_path("purelib")
-    shutil.copytree(here, there, ignore=ours, copy_function=linked, dirs_exist_ok=True)
+    there = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    for name in required([*PROJECT["dependencies"], *beside]):
+        package = distribution(name)
+        for file in package.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                (there / file).parent.mkdir(parents=True, exist_ok=True)
+                link(package.locate_file(file), there / file)
     pip(folder / "bin" / "python", "install", "--no-deps", str(wheel))
+    pip(folder / "bin" / "python", "check")
     return folder / "bin" / "python"
 
 
-def linked(source: str, target: str) -> None:
+def required(requirements: Iterable[str]) -> dict[str, set[str]]:
+    """Return the distributions that requirements need here, each with the extras it is needed
+    with."""
+    found: dict[str, set[str]] = {}
+    left = [(Requirement(each), "") for each in requirements]
+    while left:
+        needed, of_extra = left.pop()
+        if needed.marker and not needed.marker.evaluate({"extra": of_extra}):
+            continue
+        name = canonicalize_name(needed.name)
+        more = {"", *needed.extras} - found.get(name, set())
+        found.setdefault(name, set()).update(more)
+        for extra in more:
+            left += [(Requirement(each), extra) for each in distribution(name).requires or ()]
+    return found
+
+
+def link(source: str | os.PathLike[str], target: Path) -> None:
     """Link a file, or copy it to another file system."""
     try:
         os.link(source, target)
@@ -132,7 +166,8 @@ def check_deployed(python: Path, folder: Path) -> None:
 
 @pytest.mark.timeout(INSTALL_S + 8 * LIMIT_S)
 def test_what_is_installed_is_the_product(tmp_path: Path) -> None:
-    """The wheel installs no generic name, and the README's examples run from it."""
+    """The wheel installs no generic name; with what it requires, no extra, the README's examples
+    run from it, and the command trains the digits."""
     wheel = built_wheel(tmp_path)
     tops = {name.partition("/")[0] for name in ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"prefect_torch_ddp"}
@@ -144,5 +179,7 @@ def test_what_is_installed_is_the_product(tmp_path: Path) -> None:
     home, flows = run(str(python), "-c", seen, folder=tmp_path).split()
     assert Path(home).is_relative_to(python.parents[1])
     assert flows == "None"
+    command = str(python.parent / "prefect-torch-ddp")
+    assert "prefect-torch-ddp resume" in run(command, "train", folder=tmp_path)
     check_examples(python, tmp_path)
     check_deployed(python, tmp_path / "deployed")

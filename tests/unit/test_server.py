@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_SERVER_ANALYTICS_ENABLED as TELEMETRY
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS as LIMIT
 
 from prefect_torch_ddp.server import (
-    EMBEDDED_START_S,
+    START_S,
     ServerError,
     _lock,
     adjust_embedded_server,
@@ -39,12 +39,12 @@ def test_what_the_user_has_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with SettingsContext(profile=get_settings_context().profile, settings=Settings()):
         assert (LIMIT.value(), TELEMETRY.value()) == (20, True)
         adjust_embedded_server()
-        assert (LIMIT.value(), TELEMETRY.value()) == (EMBEDDED_START_S, False)
+        assert (LIMIT.value(), TELEMETRY.value()) == (START_S, False)
         given = get_current_settings().to_environment_variables(exclude_unset=True)
-        assert given[NAME] == str(EMBEDDED_START_S)
+        assert given[NAME] == str(START_S)
         assert given[TELEMETRY.name] == "False"
         with temporary_settings({"api.url": "http://127.0.0.1:9/api"}):
-            assert (LIMIT.value(), TELEMETRY.value()) == (EMBEDDED_START_S, False)
+            assert (LIMIT.value(), TELEMETRY.value()) == (START_S, False)
 
 
 @pytest.mark.parametrize("seconds", [20, 7])
@@ -126,7 +126,7 @@ def test_a_server_of_another_user_is_not_used(owner: int, is_refused: bool, tmp_
     ]
     table.write_text("\n".join(["  sl  local_address rem_address   st", *lines]), "ascii")
     tables = [str(tmp_path / "none"), str(table)]
-    says = "at 127.0.0.1:4200 is that of user 12345: set PREFECT_API_URL"
+    says = "at 127.0.0.1:4200 is that of user 12345: .* `export PREFECT_SERVER_API_PORT=4201`"
     with pytest.raises(ServerError, match=says) if is_refused else nullcontext():
         refuse_strangers_server(4200, tables)
 

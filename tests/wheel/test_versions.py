@@ -7,16 +7,22 @@ these. PTD_PYTHON chooses the interpreter.
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from tests.integration.test_wheel import EXAMPLES, INSTALL_S, LIMIT_S, ROOT, check_examples, pip
+from tests.integration.test_wheel import (
+    EXAMPLES,
+    INSTALL_S,
+    LIMIT_S,
+    PROJECT,
+    ROOT,
+    check_examples,
+    pip,
+)
 
 pytestmark = pytest.mark.timeout(2 * INSTALL_S + len(EXAMPLES) * LIMIT_S)
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def lowest() -> list[str]:

@@ -3,13 +3,16 @@
 import csv
 import fcntl
 import io
+import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -288,13 +291,15 @@ def test_a_script_without_a_home_for_prefect_is_told_so(folder: Path) -> None:
     assert not (folder / "store").exists()
 
 
-def starting(api: str) -> str:
-    """Return code that finds or starts a local server with another address."""
-    return (
-        "import prefect_torch_ddp.server as server\n"
-        f"server.LOCAL_API, server.READY_S = {api!r}, {HANG_S}\n"
-        "print(server.find_or_start_server())"
-    )
+def local(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return the API of a local server of a folder's own, and what settings it takes."""
+    port = free_port()
+    home = {"PREFECT_HOME": str(folder / "home"), "PREFECT_SERVER_API_PORT": str(port)}
+    return f"http://127.0.0.1:{port}/api", home
+
+
+START = ("-m", "prefect_torch_ddp.server")
+"""Starts or finds a server, as `make nightly` does."""
 
 
 @pytest.mark.long
@@ -303,47 +308,51 @@ def test_commands_that_begin_at_once_start_one_server(tmp_path: Path) -> None:
 
     The server doesn't keep the lock, so a later command could start another after it has ended.
     """
-    api = f"http://127.0.0.1:{free_port()}/api"
-    home = {"PREFECT_HOME": str(tmp_path)}
+    api, home = local(tmp_path)
     try:
         with ThreadPoolExecutor() as commands:
-            begun = [commands.submit(ran, tmp_path, "-c", starting(api), **home) for _ in range(3)]
+            begun = [commands.submit(ran, tmp_path, *START, **home) for _ in range(3)]
             done = [each.result() for each in begun]
         assert [printed.split() for printed, _ in done] == [[api]] * 3
         assert sum("Starting a local Prefect server" in said for _, said in done) == 1
-        with (tmp_path / "server.lock").open("ab") as file:
+        with (tmp_path / "home" / "server.lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ran(tmp_path, "-m", "prefect", "server", "stop", **home)
         wait_until(lambda: not is_prefect(api), HANG_S)
     finally:
         # Each of them, also one whose pid isn't on file.
         for process in psutil.process_iter(["environ", "cmdline"]):
-            of_test = (process.info["environ"] or {}).get("PREFECT_HOME") == str(tmp_path)
+            of_test = (process.info["environ"] or {}).get("PREFECT_HOME") == home["PREFECT_HOME"]
             if of_test and "server" in (process.info["cmdline"] or ()):
                 process.kill()
 
 
 @pytest.mark.long
-def test_without_a_server_one_is_started_and_found_again(tmp_path: Path) -> None:
+def test_train_starts_a_server_and_what_comes_next_finds_it(folder: Path) -> None:
     """It outlives the process that started it, until the command that was named; leases are in
-    files."""
-    api = f"http://127.0.0.1:{free_port()}/api"
-    code = starting(api)
-    home = {"PREFECT_HOME": str(tmp_path)}
-    pid_file = tmp_path / "server.pid"
-    _, said = ran(tmp_path, "-c", code, status=1, PREFECT_HOME=f"{__file__}/prefect")
+    files, and its UI finds its API at the port that Prefect's setting names."""
+    api, home = local(folder)
+    pid_file = folder / "home" / "server.pid"
+    _, said = ran(folder, *START, status=1, PREFECT_HOME=f"{__file__}/prefect")
     assert "ServerError: Prefect's server can't keep its data in" in said
+    with socket.create_server(("127.0.0.1", int(home["PREFECT_SERVER_API_PORT"]))):
+        _, said = typed(folder, "train", WORKLOAD, status=2, **home)
+        assert "is used by something that isn't a Prefect server" in said
+        assert "`export PREFECT_SERVER_API_PORT=4201`, and run the command again" in said
+        assert said.count("\n") <= 2
     try:
-        for starts in (True, False):
-            printed, said = ran(tmp_path, "-c", code, **home)
-            assert printed.split() == [api]
-            assert ("Starting a local Prefect server" in said) == starts
-            assert ("until `prefect server stop`" in said) == starts
-            assert is_prefect(api)
+        _, said = typed(folder, "train", WORKLOAD, "--storage", "store", **home)
+        assert said.count("Starting a local Prefect server") == 1
+        assert "until `prefect server stop`" in said
+        assert f"{api.removesuffix('/api')}/runs/flow-run/" in said
+        printed, said = ran(folder, *START, **home)
+        assert (printed.split(), said) == ([api], "")
+        with urllib.request.urlopen(api.replace("/api", "/ui-settings")) as answer:
+            assert json.load(answer)["api_url"] == api
         pid = int(pid_file.read_text())
         environ = Path(f"/proc/{pid}/environ").read_bytes()
         assert b"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=" in environ
-        ran(tmp_path, "-m", "prefect", "server", "stop", **home)
+        ran(folder, "-m", "prefect", "server", "stop", **home)
         wait_until(lambda: not is_prefect(api), HANG_S)
     finally:
         if pid_file.exists():
