@@ -137,9 +137,9 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
     assert len({found[PAGE].data for found in seen}) == 4
     assert [found[PROGRESS].data for found in seen] == [25.0, 50.0, 50.0, 100.0]
     assert first[PROGRESS].description.startswith("epoch 1 · step 10/40 · loss 0.525")
-    ending = "epoch 2 · step 20/40 · loss 0.525 · validation_accuracy 0.9 · "
-    assert failed[PROGRESS].description == f"{ending}failed"
-    assert last[PROGRESS].description == f"{ending}trained"
+    shown = "loss 0.525 · validation_accuracy 0.9"
+    assert failed[PROGRESS].description == f"epoch 2 · 20 of 40 steps done · {shown} · failed"
+    assert last[PROGRESS].description == f"epoch 2 · step 20/40 · {shown} · trained"
     assert "](data:image/svg+xml;base64," in last[PAGE].data
     assert RUN in last[PAGE].data
     assert "| Attempt | 3 |" in last[PAGE].data
@@ -361,7 +361,7 @@ def test_a_failed_run_is_shown_by_its_records(prefect_api):
     page = report_of(flow_run_id)
     assert page.startswith(f"# {DIGITS.rpartition('.')[2]}: failed in step 40\n\n")
     line = page.splitlines()[2]
-    assert line.startswith("epoch 4 · step 40/40 · loss 0.525 · validation_accuracy 0.9")
+    assert line.startswith("epoch 4 · 40 of 40 steps done · loss 0.525 · validation_accuracy 0.9")
     assert "| loss | 0.525 |" in page
     record = newest_record(shelf)
     assert (record.num_steps, record.num_epochs, record.attempts[-1].step) == (40, 4, 40)

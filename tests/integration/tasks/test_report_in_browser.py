@@ -137,7 +137,16 @@ def test_a_run_that_failed_for_good_shows_the_users_exception(
         train_flow(TrainParams(**given, **params))
     (last,) = pages_of(workload)
     error = "RankFailedError: rank 1 on", "failed in attempt 2: ValueError: told to fail"
-    look(page, api, last.id, "failed", "tiny: failed in step 5", *error, "Attempts")
+    look(
+        page,
+        api,
+        last.id,
+        "failed",
+        "tiny: failed in step 5",
+        "4 of 21 steps done",
+        *error,
+        "Attempts",
+    )
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:

@@ -311,7 +311,8 @@ def test_a_run_whose_evaluation_fails_has_failed(
     assert record.flow_run_id is not None
     flow_run_id = UUID(record.flow_run_id)
     top = report_of(flow_run_id).partition("\n## ")[0]
-    assert top.startswith("# tiny: failed after the training\n\nepoch 2/2 · step 14/14 · loss ")
+    title = "# tiny: failed after the training\n\n"
+    assert top.startswith(f"{title}epoch 2/2 · 14 of 14 steps done · loss ")
     assert "ValueError: told to fail once" in top
     assert "with this parameter, to evaluate the model without training it again:" in top
     assert line in top

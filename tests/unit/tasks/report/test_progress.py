@@ -11,6 +11,7 @@ from tests.support.pages import HOSTILE, RECORD, metric_curves, page_of, tables
 
 METRICS = {"accuracy": 0.5, "loss": 0.12345, "third": 3.0}
 LINE = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
+FAILED = LINE.replace("step 120/400", "120 of 400 steps done")
 
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
@@ -48,7 +49,7 @@ def test_a_training_that_failed_before_its_new_attempt_recorded_shows_what_there
     shown.begin_attempt(AttemptBegan(2, 2))
     shown.status = "failed"
     shown.read({"loss": 0.343}, attempt=1)
-    assert shown.line == "epoch 1 · step 20/105 · loss 0.343 · failed"
+    assert shown.line == "epoch 1 · 20 of 105 steps done · loss 0.343 · failed"
 
 
 def test_the_page_shows_where_the_training_is():
@@ -113,7 +114,7 @@ def test_the_page_of_a_failed_training_says_why():
     attempt = RECORD.attempts[0].model_copy(update={"step": 120})
     record = RECORD.model_copy(update={"attempts": (attempt,)})
     page = page_of(shown, record)
-    assert page.splitlines()[:5:2] == ["# digits: failed in step 120", LINE, "**Cause**"]
+    assert page.splitlines()[:5:2] == ["# digits: failed in step 120", FAILED, "**Cause**"]
     fence = page.splitlines()[6].removesuffix("text")
     block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
     assert cause.startswith(block.removesuffix(" ..."))
@@ -130,7 +131,7 @@ def test_the_page_of_a_failed_training_says_why():
             training((1, 0.0), (1240, 1000.0), total=4000, metrics={}),
             "epoch 31/100 · step 1,240/4,000 · 144 samples/s · 37 min left",
         ),
-        (training((50, 0.0), (120, 10.0), status="failed"), f"{LINE} · failed"),
+        (training((50, 0.0), (120, 10.0), status="failed"), f"{FAILED} · failed"),
         (training((5, 0.0), total=None, metrics={}), "epoch 1 · step 5"),
         (training(), "no step yet"),
         (training((5, 0.0), waiting="waiting for workers: 3 of 8"), "waiting for workers: 3 of 8"),
