@@ -1,16 +1,12 @@
 """The Prefect server dies while ranks train, and comes back."""
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
 from prefect_torch_ddp.records.run_record import list_run_records
@@ -24,56 +20,18 @@ from tests.integration.tasks.test_cancel import (
     wait_for_checkpoint,
     wait_until_gone,
 )
-from tests.integration.tasks.test_deployment import begin
-from tests.support.ports import free_port
-from tests.support.runs import flow_run_id_of, steered, train_states
-from tests.support.separate_cluster import end
-from tests.support.servers import drain_prefect, start_prefect_server
+from tests.support.mortal_server import Server, mortal_server
+from tests.support.runs import flow_run_id_of, train_states
 from tests.support.waiting import HANG_S, wait_until
-from tests.support.workers import prefect, worker_running
-
-if TYPE_CHECKING:
-    import subprocess
 
 pytestmark = pytest.mark.timeout(400)
 
 
-class Server:
-    """A Prefect server with its own database and port."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-        self.leases = home / "concurrency_leases"
-        self.url = f"http://127.0.0.1:{self._port}/api"
-
-    def start(self) -> None:
-        """Start it, for the first time or again; returns when it answers."""
-        with (self._home / "server.log").open("ab") as log:
-            self._process = start_prefect_server(self._home, self._port, log.fileno())
-        assert self._process is not None
-
-    def kill(self) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            end(psutil.Process(self._process.pid))
-        self._process.wait()
-
-
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[Server]:
     """Run a server that may be killed; flows of this test talk to it."""
-    (tmp_path / "home").mkdir()
-    server = Server(tmp_path / "home")
-    server.start()
-    monkeypatch.setenv("PREFECT_API_URL", server.url)
-    try:
-        with temporary_settings({PREFECT_API_URL: server.url}):
-            yield server
-    finally:
-        drain_prefect()  # else the process's later tests would send their events to this server
-        server.kill()
+    with mortal_server(tmp_path / "home") as server:
+        yield server
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) -> None:
@@ -133,38 +91,6 @@ def test_a_lease_survives_a_restart_of_the_server(server: Server) -> None:
         server.kill()
         server.start()
         client.renew_concurrency_lease(lease, 60)
-
-
-@pytest.mark.timeout(900)
-def test_a_deployed_run_outlives_a_restart_of_the_server(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lease of its concurrency limit is renewed, 225 s after its start, with a server that
-    was restarted since; the run completes in its first attempt."""
-    monkeypatch.setenv("WHEN_BUSY", "ENQUEUE")
-    with worker_running(), get_client(sync_client=True) as client:
-        prefect("deploy", "--name", "nightly", "--prefect-file", "deployments/prefect.yaml")
-        run_id = begin(steered(tmp_path / "steered"))
-
-        def state() -> str | None:
-            return client.read_flow_run(run_id).state_name
-
-        try:
-            wait_until(lambda: _step(tmp_path / "steered") > 20, 200)
-            server.kill()
-            server.start()
-            restarted_at = time.time()
-
-            def is_renewed() -> bool:
-                leases = server.leases.glob("*-*.json")
-                return any(lease.stat().st_mtime > restarted_at for lease in leases)
-
-            wait_until(lambda: is_renewed() or state() != "Running", 300)
-            assert state() == "Running"
-        finally:
-            (tmp_path / "steered" / "enough").touch()
-        wait_until(lambda: state() == "Completed", 100)
-        wait_until(lambda: train_states(run_id) == ["Completed"])
 
 
 def _strike(server: Server, folder: Path) -> int:

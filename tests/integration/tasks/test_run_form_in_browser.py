@@ -13,6 +13,7 @@ from flows.deployed import digits
 from prefect_torch_ddp.run_form import OTHERS
 from tests.support.browser import browser
 from tests.support.servers import prefect_server_in
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -20,6 +21,11 @@ SHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 UIS = {"v1": "", "v2": "/v2"}
 WHOLE_FORM = 8000
 """The height of a window that shows all of it, in pixels."""
+FIXED = "prefect_torch_ddp.examples.digits"
+OF_WORKLOAD = f"""[...document.querySelectorAll("input, textarea, select, button")].filter(
+    each => [each.value, each.innerText.trim()].includes("{FIXED}"))"""
+CHOICES = """[...(%s[0].options ?? document.querySelectorAll("[role=option]"))].map(
+    each => each.innerText.trim()).filter(text => text)"""
 OPTIONAL = " (Optional)"
 """What both UIs append to a field's title."""
 FIRST = [
@@ -70,6 +76,14 @@ def test_both_uis_show_ten_fields_and_then_the_others(
             )
             assert before == ["params", *whole[:num_before]], ui
             assert others == whole[num_before:], ui
+            # The digits' workload is fixed: no field to write into, and no other choice.
+            assert page.evaluate(f"{OF_WORKLOAD}.map(each => each.tagName)") in (
+                ["SELECT"],
+                ["BUTTON"],
+            )
+            page.evaluate(f"{OF_WORKLOAD}[0].click()")
+            wait_until(lambda: page.evaluate(CHOICES % OF_WORKLOAD) == [FIXED])
+            assert page.evaluate(f"{OF_WORKLOAD}[0].matches(':disabled')") is (ui == "v1")
 
 
 def titles_of(models: dict[str, Any], name: str = "DigitsParams", depth: int = 2) -> Iterator[str]:
