@@ -37,6 +37,7 @@ DIFF = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SITE = Path(accelerate.test_utils.__file__).parent
 OF_ACCELERATE = SITE / "scripts" / "test_script.py"
 TRAINERS = ("accelerate", "lightning", "transformers")
+OTHERS = ("torchrun", "accelerate", "transformers")
 
 
 def text_of(page: str) -> str:
@@ -84,8 +85,10 @@ def digest_in(folder: Path) -> str:
     return digest_of_state(torch.load(folder / "model.pt", weights_only=True))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("page", ["torchrun", *TRAINERS])
+@pytest.mark.parametrize(
+    "page",
+    ["lightning", *(pytest.param(each, marks=pytest.mark.more) for each in OTHERS)],
+)
 def test_a_program_runs_unchanged_and_as_the_page_changes_it(
     page: str, dask_client: Client, tmp_path: Path
 ) -> None:

@@ -344,7 +344,10 @@ def test_train_starts_a_server_and_what_comes_next_finds_it(folder: Path) -> Non
         _, said = typed(folder, "train", WORKLOAD, "--storage", "store", **home)
         assert said.count("Starting a local Prefect server") == 1
         assert "until `prefect server stop`" in said
-        assert f"{api.removesuffix('/api')}/runs/flow-run/" in said
+        ends = [line.split(" - ", 1)[1] for line in said.splitlines()[-3:]]
+        assert ends[0].startswith(f"the run in Prefect: {api.removesuffix('/api')}/runs/flow-run/")
+        (report,) = (folder / "store").glob("runs/*/report.html")
+        assert ends[1:] == [f"the report: {report}", "Finished in state Completed()"]
         printed, said = ran(folder, *START, **home)
         assert (printed.split(), said) == ([api], "")
         with urllib.request.urlopen(api.replace("/api", "/ui-settings")) as answer:

@@ -111,7 +111,7 @@ def check_artifacts(report: TrainReport) -> None:
         wait_until_said(flow_run_id, text)
     said = [line.message for line in logs_of(flow_run_id)]
     lines = [line for line in said if not line.startswith("Finished in state")]
-    assert sorted(lines[-2:]) == sorted(last)  # a log may have equal times
+    assert sorted(lines[-2:]) == sorted(last)  # the server's has equal times
     assert "data:image/svg+xml;base64," in str(page.data)
     assert report.checkpoint.uri in str(page.data)
     for section in ("Epochs", "Confusion matrix", "Worst samples", "Model and checkpoints"):

@@ -67,6 +67,7 @@ def test_the_wall_time_is_laid_out_by_size() -> None:
     shown = page_of(goodput=goodput)
     assert "**60 %** of 1 min 40 s, in 2 attempts, went into useful steps." in shown
     assert shown.index("useful steps") < shown.index("| lost: done again")
+    assert "waiting includes all-reduce" in page_of(ranks=[times(0)])
     assert "starting" not in shown
     assert "The ranks had" not in shown
     assert "Where the time went" not in page_of()

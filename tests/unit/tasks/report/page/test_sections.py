@@ -54,7 +54,10 @@ def linked(markdown: str) -> list[str]:
 
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
-    markdown = page_of(train_report=report(), curves=metric_curves(loss=[3, 2, 1]))
+    markdown = page_of(
+        train_report=report(), curves=metric_curves(loss=[3, 2, 1]), logs="/s/runs/r/logs"
+    )
+    assert "- **Logs**: `/s/runs/r/logs/`" in markdown
     headline = "# digits: finished\n\naccuracy 87.50 %, loss 0.25, 8 samples\n"
     assert markdown.startswith(headline)
     assert "![training curves](data:image/svg+xml;base64," in markdown
