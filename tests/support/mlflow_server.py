@@ -1,6 +1,6 @@
 """A real MLflow server, in an environment of its own.
 
-MLflow's pins (pyarrow<26, importlib_metadata<10) don't allow what this package is tested with.
+Its pin (pyarrow<26) doesn't allow what this package is tested with.
 """
 
 import fcntl

@@ -110,11 +110,10 @@ def test_versions_that_break_are_shut_out(name: str, broken: str) -> None:
 
 
 def test_all_has_every_extra_that_runs() -> None:
-    """But `cuda`, which pins Dask, `trackers`, which pins importlib_metadata, and those for whoever
-    works on the package itself."""
+    """But `cuda`, which pins Dask, and those for whoever works on the package itself."""
     (everything,) = map(Requirement, EXTRAS["all"])
     assert everything.name == PROJECT["name"]
-    assert everything.extras == EXTRAS.keys() - {"all", "cuda", "dev", "docs", "trackers"}
+    assert everything.extras == EXTRAS.keys() - {"all", "cuda", "dev", "docs"}
 
 
 def test_a_block_whose_extra_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
