@@ -47,5 +47,6 @@ def test_the_examples_run(versions: str, tmp_path: Path) -> None:
     pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,aws,jobqueue]")
     pip(python, "check")
     pip(python, "install", "--dry-run", f"{ROOT}[cuda]")
+    pip(python, "install", "--dry-run", f"{ROOT}[all]")
     print(versions, interpreter)
     check_examples(python, tmp_path, 2 * LIMIT_S)
