@@ -3,6 +3,8 @@
 # worker, until Ctrl-C. Each step may be repeated: what is there stays, or is brought up to date.
 set -euo pipefail
 export WHEN_BUSY="${WHEN_BUSY:-ENQUEUE}"
+# How often the worker asks for runs: a run that is typed waited up to 10 s, Prefect's default.
+export PREFECT_WORKER_QUERY_SECONDS="${PREFECT_WORKER_QUERY_SECONDS:-2}"
 PREFECT_API_URL="$(python -m prefect_torch_ddp.server)"
 export PREFECT_API_URL
 
