@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,11 @@ def prefect(*command: str) -> str:
 
 
 @contextmanager
-def worker_running() -> Iterator[None]:
+def worker_running(terminal: Path | None = None) -> Iterator[None]:
     """Run a worker of the pool, which is made if there is none.
+
+    Args:
+        terminal: a file that gets what it and its runs print, if given.
 
     At the end the pool goes too: a run that was never worked off would occupy one of its slots,
     and the next test on this server would find fewer.
@@ -34,7 +37,8 @@ def worker_running() -> Iterator[None]:
         if POOL not in {pool.name for pool in client.read_work_pools()}:
             prefect("work-pool", "create", POOL, "--type", "process")
     command = [*PREFECT, "worker", "start", "--pool", POOL, "--type", "process"]
-    worker = subprocess.Popen(command, cwd=ROOT)
+    with terminal.open("wb") if terminal else nullcontext() as out:
+        worker = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
     try:
         yield
     finally:

@@ -45,21 +45,26 @@ pytestmark = pytest.mark.long
 MAX_LINES = 5
 """Of warnings and errors about a cancel: what each rank, the task and the flow say at most."""
 
+MAX_SEEN = 12
+"""Of all lines that the terminal shows of it."""
+
 FAULT = {"fault": {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _deployed(prefect_server: str) -> Iterator[None]:
-    """Deploy deployments/prefect.yaml and run a worker."""
+def terminal(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Deploy deployments/prefect.yaml and run a worker; give the file with what it prints."""
     with (
         pytest.MonkeyPatch.context() as patch,
         temporary_settings({PREFECT_API_URL: prefect_server}),
     ):
         patch.setenv("PREFECT_API_URL", prefect_server)
         patch.setenv("WHEN_BUSY", "ENQUEUE")
-        with worker_running():
+        file = tmp_path_factory.mktemp("worker") / "terminal.log"
+        with worker_running(file):
             prefect("deploy", "--name", "nightly", "--prefect-file", "deployments/prefect.yaml")
-            yield
+            yield file
+        print(file.read_text(encoding="utf-8"))
 
 
 def begin(params: TrainParams) -> UUID:
@@ -69,10 +74,11 @@ def begin(params: TrainParams) -> UUID:
     return UUID(str(run.id))
 
 
-def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path, terminal: Path) -> None:
     """`prefect flow-run cancel` leaves one checkpoint, no ranks and the states Cancelled.
 
     The run's log has one line of level ERROR, Prefect's last one of the task, and no traceback.
+    Nor has what the worker's terminal shows.
     """
     begin(params_of(tmp_path))
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
@@ -91,6 +97,9 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     errors = [line.message for line in lines if line.level >= logging.ERROR]
     assert [text.partition("(")[0] for text in errors] == ["Finished in state Cancelled"]
     assert sum(line.message.count("\n") + 1 for line in lines) <= MAX_LINES, lines
+    seen = terminal.read_text(encoding="utf-8").partition("cancelled: the task gets 20 s")[2]
+    assert 0 < seen.count("\n") <= MAX_SEEN, seen
+    assert "Traceback" not in seen
 
 
 def test_a_failed_run_is_logged_without_the_frames_of_prefect(tmp_path: Path) -> None:
