@@ -2,6 +2,7 @@
 killed, or fails."""
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ MAX_LINES = 5
 """Of warnings and errors about a cancel: what each rank, the task and the flow say at most."""
 
 MAX_SEEN = 12
-"""Of all lines that the terminal shows of it."""
+"""Of all lines that the terminal shows of it, but what the workload prints."""
 
 FAULT = {"fault": {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}}
 
@@ -98,7 +99,8 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path, terminal: P
     assert [text.partition("(")[0] for text in errors] == ["Finished in state Cancelled"]
     assert sum(line.message.count("\n") + 1 for line in lines) <= MAX_LINES, lines
     seen = terminal.read_text(encoding="utf-8").partition("cancelled: the task gets 20 s")[2]
-    assert 0 < seen.count("\n") <= MAX_SEEN, seen
+    told = [line for line in seen.splitlines() if not re.search(r"\] step \d+$", line)]
+    assert 0 < len(told) <= MAX_SEEN, seen
     assert "Traceback" not in seen
 
 
