@@ -6,7 +6,6 @@ clusters/test_batch_page has the newcomer with a batch system.
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,7 +23,8 @@ from tests.integration.test_wheel import EXAMPLES, built_wheel, installed
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
-from tests.wheel.golden import differences
+from tests.wheel.golden import check
+from tests.wheel.newcomer import newcomers_environment
 from tests.workloads import torchrun_script
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,14 +52,12 @@ def timed(what: str, folder: Path) -> Iterator[list[str]]:
     took_s, lines = time.monotonic() - began_s, "".join(said).splitlines()
     print(f"{what}: {took_s:.1f} s, {len(lines)} lines")
     assert 0 < len(lines) <= MOST_LINES[what], "\n".join(lines)
-    differs = differences(what.replace(" ", "_"), "".join(said), folder)
-    assert not differs, "\n".join([f"golden/{what}.txt differs:", *differs])
+    check(what, "".join(said), folder)
 
 
 def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:
     """Type a command in a folder with an environment on PATH; return all that it prints."""
-    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-    environment |= {"HOME": str(folder), "PATH": f"{bin_folder}:{os.environ['PATH']}", **changes}
+    environment = newcomers_environment(folder, bin_folder, **changes)
     run = {"cwd": folder, "env": environment, "text": True, "timeout": LIMIT_S}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-ec", command], check=False, **run, **both)
@@ -67,54 +65,56 @@ def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:
     return str(done.stdout)
 
 
-def test_with_a_wheel_and_no_server(
-    python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def text_of(output: nbformat.NotebookNode) -> str:
+    """Return what a cell shows: Prefect draws lines of the kernel's log, others are a stream."""
+    return str(output.data["text/plain"] if "data" in output else output.text)
+
+
+def test_with_a_wheel_and_no_server(python: Path, tmp_path: Path) -> None:
     """The README's first program, under the server that Prefect embeds."""
     program = next(each for each in EXAMPLES if "train_flow" in each and "__main__" in each)
     (tmp_path / "first.py").write_text(program, encoding="utf-8")
-    # What the tests set for themselves of Prefect's settings; an empty one is a setting too.
-    for name in [name for name in os.environ if name.startswith("PREFECT_")]:
-        monkeypatch.delenv(name)
     with timed("a first run", tmp_path) as said:
         said.append(typed("python first.py", tmp_path, python.parent))
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_with_a_wheel_and_a_server(python: Path, tmp_path: Path) -> None:
+def test_with_a_wheel_and_a_server(python: Path, tmp_path: Path, prefect_server: str) -> None:
     """The command line trains the digits."""
+    server = {"PREFECT_API_URL": prefect_server}
     with timed("a run", tmp_path) as said:
-        said.append(typed("prefect-torch-ddp train", tmp_path, python.parent))
+        said.append(typed("prefect-torch-ddp train", tmp_path, python.parent, **server))
     assert "accuracy" in said[0]
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_with_a_script_for_torchrun(python: Path, tmp_path: Path) -> None:
+def test_with_a_script_for_torchrun(python: Path, tmp_path: Path, prefect_server: str) -> None:
     """A script runs unchanged, with the flags that its author knows."""
+    server = {"PREFECT_API_URL": prefect_server}
     shutil.copy(str(torchrun_script.__file__), tmp_path / "train.py")
     command = f"prefect-torch-ddp run-script train.py --nproc-per-node=2 -- {tmp_path} --lr 0.1"
     with timed("a script", tmp_path) as said:
-        said.append(typed(command, tmp_path, python.parent))
+        said.append(typed(command, tmp_path, python.parent, **server))
     assert (tmp_path / "final.pt").exists()
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_in_a_notebook(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook(
+    python: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cells of the page, in a kernel of the newcomer's environment."""
     kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
     kernel |= {"display_name": "Newcomer", "language": "python"}
     (tmp_path / "kernels/newcomer").mkdir(parents=True)
     (tmp_path / "kernels/newcomer/kernel.json").write_text(json.dumps(kernel), encoding="utf-8")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = newcomers_environment(tmp_path, python.parent, PREFECT_API_URL=prefect_server)
     cells = [text for language, text in blocks_of(ROOT / "docs/notebooks.md")[:2]]
-    cells.append("import prefect_torch_ddp; print(prefect_torch_ddp.__file__)")
+    cells += ["import prefect_torch_ddp; print(prefect_torch_ddp.__file__)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     where = {"metadata": {"path": str(tmp_path)}}
     with timed("a notebook", tmp_path) as said:
-        NotebookClient(notebook, timeout=LIMIT_S, kernel_name="newcomer", resources=where).execute()
+        client = NotebookClient(notebook, timeout=LIMIT_S, kernel_name="newcomer", resources=where)
+        client.execute(env=environment)
         *page, package = notebook.cells
-        said += [each.get("text", "") for cell in page for each in cell.outputs]
+        said += [text_of(output) for cell in page for output in cell.outputs]
     (accuracy,) = re.findall(r"^[01]\.\d+$", "".join(said), re.MULTILINE)
     assert float(accuracy) > 0.8
     assert Path(package.outputs[0].text).is_relative_to(python.parents[1])
@@ -124,9 +124,8 @@ def test_an_operator(tmp_path: Path) -> None:
     """`make nightly` says what to type next; typed, the run completes."""
     (tmp_path / "server").mkdir()
     with prefect_server_in(tmp_path / "server") as url:
-        environment = os.environ | {"HOME": str(tmp_path), "PREFECT_API_URL": url}
         bin_folder = ROOT / ".venv" / "bin"
-        environment["PATH"] = f"{bin_folder}:{os.environ['PATH']}"
+        environment = newcomers_environment(tmp_path, bin_folder, PREFECT_API_URL=url)
         log = tmp_path / "terminal.log"
         command = f"cd {ROOT} && deployments/nightly.sh"
         with timed("a night", tmp_path) as said, terminal(command, tmp_path, environment):
