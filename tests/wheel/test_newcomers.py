@@ -99,7 +99,7 @@ def test_with_a_script_for_torchrun(python: Path, tmp_path: Path, prefect_server
 def test_in_a_notebook(
     python: Path, tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cells of the page, in a kernel of the newcomer's environment."""
+    """The cells of the page, then the report's summary, in the newcomer's kernel."""
     kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
     kernel |= {"display_name": "Newcomer", "language": "python"}
     (tmp_path / "kernels/newcomer").mkdir(parents=True)
@@ -107,16 +107,23 @@ def test_in_a_notebook(
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     environment = newcomers_environment(tmp_path, python.parent, PREFECT_API_URL=prefect_server)
     cells = [text for language, text in blocks_of(ROOT / "docs/notebooks.md")[:2]]
-    cells += ["import prefect_torch_ddp; print(prefect_torch_ddp.__file__)"]
+    cells += ["report", "import prefect_torch_ddp; print(prefect_torch_ddp.__file__)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     where = {"metadata": {"path": str(tmp_path)}}
     with timed("a notebook", tmp_path) as said:
         client = NotebookClient(notebook, timeout=LIMIT_S, kernel_name="newcomer", resources=where)
         client.execute(env=environment)
-        *page, package = notebook.cells
+        *page, shown, package = notebook.cells
         said += [text_of(output) for cell in page for output in cell.outputs]
-    (accuracy,) = re.findall(r"^[01]\.\d+$", "".join(said), re.MULTILINE)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", "".join(said))
+    (accuracy,) = re.findall(r"^[01]\.\d+$", plain, re.MULTILINE)
     assert float(accuracy) > 0.8
+    (path,) = re.findall(r"the report: (\S+)", plain)
+    summary = shown.outputs[0].data["text/html"]
+    (url,) = re.findall(r"the run in Prefect: (\S+)", plain)
+    assert f"<th>score</th><td>accuracy {accuracy}" in summary
+    assert f"<th>report</th><td>{path}</td>" in summary
+    assert f'<a href="{url}">' in summary
     assert Path(package.outputs[0].text).is_relative_to(python.parents[1])
 
 
