@@ -7,13 +7,13 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.protocol.prepared import LazyDataset
-from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.results import DatasetReport, count
 from prefect_torch_ddp.tasks.cancel.states import or_cancelled
 from prefect_torch_ddp.tasks.clusters.current import current_client
 from prefect_torch_ddp.tasks.gangs.computed import publish_computed
 from prefect_torch_ddp.tasks.gangs.preparation import PreparationPage
 from prefect_torch_ddp.tasks.gangs.stage import run_stage
-from prefect_torch_ddp.tasks.report.markdown import count, size
+from prefect_torch_ddp.tasks.report.markdown import size
 from prefect_torch_ddp.tasks.train_run import Run
 
 
@@ -47,7 +47,7 @@ def _prepare(run: Run) -> DatasetReport:
                 client, run.storage, run.dataset_id, returned, get_run_logger(), show=page.show
             )
     made = DatasetReport.model_validate(returned)
-    words = "prepared dataset %s (%s files, %s) at %s"
-    extent = count(made.num_files), size(made.num_bytes)
+    words = "prepared dataset %s (%s, %s) at %s"
+    extent = count(made.num_files, "file"), size(made.num_bytes)
     get_run_logger().info(words, made.dataset_id, *extent, made.uri)
     return made

@@ -37,7 +37,7 @@ MOST_LINES = {"a first run": 40, "a run": 40, "a script": 40, "a notebook": 30, 
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel; what it requires is linked."""
     folder = tmp_path_factory.mktemp("wheel")
-    return installed(built_wheel(folder), folder / "installed")
+    return installed(built_wheel(folder), folder / "installed", "ipykernel")
 
 
 @contextmanager
