@@ -7,9 +7,11 @@ import re
 from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.frames import shorten_uncaught
 
-_STATE = re.compile(
-    r"""(Finished in state \w+\((['"]).*?)\\n.*Traceback \(most recent call last\).*"""
+_IS_LONG = (
+    r"(?=.*\\n.*Traceback \(most recent call last\)"
+    r"|\w+ run encountered an exception:? (?:RankFailedError|GangHungError): )"
 )
+_STATE = re.compile(rf"""(Finished in state \w+\((['"]){_IS_LONG}.*?)\\n.*""")
 """Prefect logs a failed run's state by its repr: 20 lines in one, with escaped ends of lines."""
 
 
@@ -17,8 +19,8 @@ class WithoutFrames(logging.Formatter):
     """Another formatter, but without the frames of our own errors: their texts say what is wrong.
 
     Whoever runs the flow gets the error itself, with all of them. The notes are kept, since they
-    say how to continue and where the report is. Of a state with a traceback only the first line is
-    logged: the run's page and state, and the error, have all of it.
+    say how to continue and where the report is. Of a state with a traceback, or with an error of a
+    gang, only the first line is logged: the run's page and state, and the error, have all of it.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:

@@ -33,13 +33,19 @@ def test_the_log_has_no_frames_of_our_own_errors(error: Exception, *, has_frames
 
 
 def test_a_failed_state_is_logged_by_its_first_line() -> None:
-    """Prefect logs its repr; without a traceback it is left as it is."""
+    """Prefect logs its repr, also of an error without a traceback; a user's own text is left."""
     traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in train'
     shown = {
         f"ranks 0, 1 failed: it's {{wrong}}\nnot tried again\n\n{traceback}": (
             r"Finished in state Failed('ranks 0, 1 failed: it\'s {wrong}')"
         ),
         f"rank 0 failed\n\n{traceback}": "Finished in state Failed('rank 0 failed')",
+        "Task run encountered an exception GangHungError: it hung\nraise the limit\n\nrank 1": (
+            "Finished in state Failed('Task run encountered an exception GangHungError: it hung')"
+        ),
+        "Flow run encountered an exception: RankFailedError: it's\nnot tried again": (
+            'Finished in state Failed("Flow run encountered an exception: RankFailedError: it\'s")'
+        ),
         "one\ntwo": "Finished in state Failed('one\\ntwo')",
     }
     formatter = WithoutFrames(logging.Formatter("%(message)s"))
