@@ -580,22 +580,27 @@ class RankFailedError(_LongError):
         return error
 
     def __str__(self) -> str:
-        shown = users_frames(self.traceback_text.rstrip())
-        return self._told("\n" + shown if shown else "")
+        return self._told(self._users_traceback(), self.failure.hint)
 
     def in_brief(self) -> str:
         """Return the text for a log in which more attempts follow: with only the innermost frame.
 
-        Unless the traceback is kept nowhere else.
+        Unless the traceback is kept nowhere else. The last error gives the hint.
         """
         if not self.failure.log_uri:
-            return str(self)
+            return self._told(self._users_traceback())
         return self._told(innermost_frame(users_frames(self.traceback_text)))
 
-    def _told(self, shown: str) -> str:
+    def _users_traceback(self) -> str:
+        shown = users_frames(self.traceback_text.rstrip())
+        return "\n" + shown if shown else ""
+
+    def _told(self, shown: str, hint: str = "") -> str:
         first, whole = self.failure, self.traceback_text.rstrip()
         equal, *groups = _group_identical([first, *self.collateral])
         lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
+        if hint:
+            lines += [hint]
         if self.why_final:
             lines += [f"not tried again: {self.why_final}"]
         if shown:

@@ -89,6 +89,8 @@ class RankFailure(GangEvent):
     log_uri: str = ""
     """Where its lines and the whole traceback are kept, with `*` for the number of the part; empty
     if they aren't kept."""
+    hint: str = ""
+    """One line for people about what may have ended it, if nothing proves it; mostly empty."""
 
 
 @dataclass(frozen=True)

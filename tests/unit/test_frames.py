@@ -89,6 +89,14 @@ def test_an_error_that_is_followed_by_a_restart_shows_the_innermost_frame() -> N
     assert killed.in_brief() == str(killed)
 
 
+def test_a_hint_is_given_once_by_the_error_itself() -> None:
+    """It comes after the first line; a log in which more attempts follow would repeat it."""
+    error = RankFailedError(replace(BOOM, traceback_text="", hint="see dmesg"), 1)
+    first, hint, *_ = str(error).splitlines()
+    assert hint == "see dmesg"
+    assert error.in_brief() == first
+
+
 def test_stacks_show_the_users_threads_and_what_led_to_no_call_of_theirs() -> None:
     """The main thread always."""
     ours = '  File "/src/prefect_torch_ddp/rank/{}.py", line 5 in run'

@@ -143,6 +143,7 @@ class RankProcess:
             pid=self.child.pid,
             kind="signal" if was_signal else "exit",
             summary=words_of_death(status, kills),
+            hint=hint_at_death(status, kills, self.place.host),
             exit_code=None if was_signal else status,
             signal=-status if was_signal else None,
             stderr_tail=self.io.stderr_tail,
@@ -266,6 +267,16 @@ def words_of_death(status: int, oom_kills: int) -> str:
     return (
         f"{words}, probably because memory ran out: the kernel's OOM killer reports {kills} in "
         "this Dask worker's control group since the rank started"
+    )
+
+
+def hint_at_death(status: int, oom_kills: int, host: str) -> str:
+    """Say who may have killed a process with SIGKILL, if nothing proves it. Pure."""
+    if status != -signal.SIGKILL or oom_kills > 0:
+        return ""
+    return (
+        "who sent it isn't known: the kernel does if memory runs out "
+        f"(`dmesg` on {host} shows it), and batch systems do at their limits"
     )
 
 

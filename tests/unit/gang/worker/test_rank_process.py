@@ -15,6 +15,7 @@ from prefect_torch_ddp.gang.worker.rank_process import (
     MOST_LINES,
     SHARE,
     RankLines,
+    hint_at_death,
     oom_kills,
     words_of_death,
 )
@@ -44,6 +45,16 @@ MEMORY = (
 def test_words_of_death(status: int, kills: int, words: str) -> None:
     """The text has the signal's name, and memory if the kernel counted kills."""
     assert words_of_death(status, kills) == words
+
+
+def test_a_kill_that_nobody_explains_has_a_hint() -> None:
+    """It names who may have sent the signal; nobody is blamed, least of all after a proof."""
+    hint = hint_at_death(-9, 0, "node3")
+    assert hint.startswith("who sent it isn't known: ")
+    assert "`dmesg` on node3" in hint
+    assert "\n" not in hint
+    for status, kills in ((-9, 1), (-11, 0), (-15, 0), (3, 0)):
+        assert not hint_at_death(status, kills, "node3")
 
 
 @pytest.mark.parametrize("folder", ["jobs/worker.service", "."])
