@@ -523,6 +523,10 @@ class GangHungError(_LongError):
             ]
         return "\n".join(lines)
 
+    def in_brief(self) -> str:
+        """Return one line, which has the place too: the log has all stacks just before it."""
+        return str(self).splitlines()[0]
+
 
 @exported_by("prefect_torch_ddp")
 class RankFailedError(_LongError):

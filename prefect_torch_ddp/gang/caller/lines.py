@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ MERGE_S = 1.0
 _SHOWN = (LogLine, RankFailure, RankStack, RankStopped, AttemptBegan)
 """What the log shows after all lines that came before it."""
 _OWN = "prefect_torch_ddp"
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x\w+ \(most recent call first\):\n")
 
 
 class _Way(NamedTuple):
@@ -108,8 +110,10 @@ def log_event(event: GangEvent) -> None:
 
 def stack_line(stack: RankStack) -> LogLine:
     """Return a rank's stacks as one record of its log."""
-    text = f"is at, the innermost call first:\n{users_stacks(stack.text)}"
-    return LogLine(stack.rank, logging.ERROR, text)
+    stacks = users_stacks(stack.text)
+    # The name of a thread tells it from others; most ranks have no other one to show.
+    threads = stacks if "\n\n" in stacks else _THREAD.sub("", stacks)
+    return LogLine(stack.rank, logging.ERROR, f"is at, the innermost call first:\n{threads}")
 
 
 def rank_text(line: LogLine) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.gang.caller import lines
-from prefect_torch_ddp.gang.caller.lines import LineMerger, rank_text
+from prefect_torch_ddp.gang.caller.lines import LineMerger, rank_text, stack_line
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -17,6 +17,7 @@ from prefect_torch_ddp.protocol.events import (
     LogLine,
     Progress,
     RankFailure,
+    RankStack,
 )
 from tests.support.waiting import HANG_S
 
@@ -37,6 +38,16 @@ INFO = logging.INFO
 def test_a_line_names_its_ranks_and_the_users_logger(line: LogLine, expected: str) -> None:
     """Three in a row are a range; the package's own modules say nothing to people."""
     assert rank_text(line) == expected
+
+
+def test_stacks_in_the_log_name_their_thread_if_there_are_several() -> None:
+    """The main thread is the only one that most ranks show."""
+    main = 'Thread 0x0d (most recent call first):\n  File "/home/me/train.py", line 7 in train'
+    said = stack_line(RankStack(1, f"{main}\n")).text
+    assert said.splitlines() == ["is at, the innermost call first:", *main.splitlines()[1:]]
+    other = 'Thread 0x0b (most recent call first):\n  File "/home/me/train.py", line 3 in feed'
+    said = stack_line(RankStack(1, f"{other}\n\n{main}\n")).text
+    assert said == f"is at, the innermost call first:\n{other}\n\n{main}"
 
 
 def merged(*events: GangEvent, world_size: int = 3) -> list[GangEvent]:

@@ -305,3 +305,5 @@ def test_the_error_says_where() -> None:
     assert str(error).startswith(f"the gang hung in attempt 3: {found.summary}\n")
     assert 'File "/home/me/train.py", line 34 in forward' in str(error)
     assert "threading.py" not in str(error)
+    # The stacks are in the log just before it.
+    assert error.in_brief() == str(error).splitlines()[0]
