@@ -1,5 +1,6 @@
 """What a gang runs on every rank: a user's function, or a workload's stage, with a RankContext."""
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -81,12 +82,13 @@ def run_stage(
     with RankContext(assembly) as context:
         value = function(context)
         current_link().send(FunctionEnded(NO_RANK))
+        told = _with_place(workload, function)
         if config.stage == "evaluate":
-            report = _report(value, workload)
+            report = _report(value, told)
             if config.restore is not None and assembly.left:
                 logger.warning(LEFT, config.restore.step)
             return report
-        values = _returned_values(value, workload)
+        values = _returned_values(value, told)
     uris = assembly.export_models(workload, values)
     return {"value": values, **assembly.outcome(), "model_uris": uris}
 
@@ -192,6 +194,12 @@ def _refuse_data(value: object, kind: str, workload: str) -> None:
             "DataFrame, Array or Bag, or one xarray Dataset"
         )
         raise TypeError(msg)
+
+
+def _with_place(workload: str, function: Callable[..., Any]) -> str:
+    """Return the workload's name with where its function begins: its frame is over by now."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return workload if code is None else f"{workload} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _report(value: Any, workload: str) -> Report:

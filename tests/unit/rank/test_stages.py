@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +121,25 @@ def test_an_evaluation_of_another_model_is_warned_of(
         caplog.clear()
         run_stage(chosen, f"{__name__}:returns")
         assert (says in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate"])
+def test_a_wrong_value_is_told_with_the_place_of_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """No traceback has it, since its frame is over; a callable without code has no place."""
+
+    @torch.no_grad()
+    def wrong(_ctx: RankContext) -> object:
+        return object
+
+    place = f"{wrong.__wrapped__.__code__.co_filename}:{wrong.__wrapped__.__code__.co_firstlineno}"
+    monkeypatch.setattr(returns, stage, wrong)
+    with pytest.raises(TypeError, match=re.escape(f"returns ({place}) returned type; return a")):
+        run_stage(config(tmp_path, stage), f"{__name__}:returns")
+    monkeypatch.setattr(returns, stage, partial(max, 1.0, key=lambda _ctx: 0))
+    with pytest.raises(TypeError, match="returns returned float; return a"):
+        run_stage(config(tmp_path, stage), f"{__name__}:returns")
 
 
 def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
