@@ -1,71 +1,80 @@
-"""What a command printed, compared line by line and in order with a golden text."""
+"""What a command printed, compared with a golden text: a line that appears, changes, moves or goes
+shows in a diff.
 
+A golden text has each line where it is printed, as often as it is printed. What a fast machine
+doesn't print, and a slow one repeatedly, begins with how often at most: `3? ` for such a line at
+its place, `3* ` for one at any place, which another process prints.
+"""
+
+import difflib
 import re
-from difflib import unified_diff
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.workers import ROOT
 
-# Said once in a while, for as long as it takes: a fast machine shows none of it.
-_BY_THE_CLOCK = re.compile(r" \| INFO +\| Flow run '[\w-]+' - (prepare|train|evaluate): ")
-_MARKS = re.compile(r" +[\^~]+")
-"""Below a line of code: each version of Python sets them in its own way."""
-# Ranks that fail at the same time are told as one, or one of them and maybe the other after it.
-_CONSEQUENCES = re.compile(r"\n\nas a consequence:(\n  .*)+")
-_OF_RANKS = "[RANKS] "
+_MARKED = re.compile(r"(?:(\d+)([?*]) )?(.*)")
+_OF_A_LOADED_MACHINE = re.compile(
+    r" - (Still processing items|Event loop was unresponsive|full garbage collections took)"
+)
 _VARIES = (
-    (r"^\d\d:\d\d:\d\d\.\d{3} \| (\w+) +\|", r"\1 |"),
+    (r"\x1b\[[0-9;]*m", ""),
+    (r"^\d\d:\d\d:\d\d\.\d{3} \| ", ""),
     (r"https?://(127\.0\.0\.1|localhost):\d+", "SERVER"),
     (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID"),
+    (r"([Ff]low run) '[\w-]+'", r"\1 'NAME'"),
+    (r"(Task run '\w+)-[0-9a-f]{3}'", r"\1'"),
     (r"\b[a-z]+(-[a-z]+)*-[0-9a-f]{12}\b", "RUN"),
-    (r"(Flow run|Task run) '(\w+-[0-9a-f]{3}|[a-z-]+)'", r"\1 NAME"),
-    (r"flow run '[\w-]+'", "flow run NAME"),
-    (r"\b[0-9a-f]{16}\b", "DATASET"),
-    (r"\d+\.\d+ [kM]B\b", "SIZE"),
-    (r"\b\d+ ms\b", "N ms"),
-    (r"\bfor \d+ s\b", "for N s"),
-    (r"\branks? \d(, \d)* on (\S+) failed in", r"RANKS on \2 failed in"),
-    (r"/rank-\d+/", "/rank-N/"),
-    (r"on stderr of rank \d", "on stderr of rank N"),
-    (r"\[ranks? \d(, \d)*\] (?!is at)", _OF_RANKS),
-    # Of others, which differ between versions.
-    (r'"[^"]*/site-packages/([^"]+)", line \d+', r'"SITE/\1", line N'),
+    (r"\b(published the report of|resume) [a-z]+-[a-z]+\b", r"\1 RUN"),
+    (r"(?<!\.)\b[0-9a-f]{16}\b", "DATASET"),
+    (r"- (prepare|train|evaluate): .*", r"- \1: PROGRESS"),
+    (r"- (\[rank 0\] checkpoint at step) \d+", r"- \1 N"),
+    (r"(?<![\w.])\d[\d,]*(\.\d+(?!\.\d)|(?= (ms|s|kB|MB|%)(?!\w)))", "N"),
 )
 
 
 def without_what_varies(text: str, folder: Path) -> list[str]:
-    """Return the lines of a text, in order, without names, numbers and places.
+    """Return the lines of a text without names, places, measured numbers and empty lines."""
+    lines = text.replace(str(folder), "FOLDER").replace(str(ROOT), "CHECKOUT").splitlines()
+    for pattern, name in _VARIES:
+        lines = [re.sub(pattern, name, line) for line in lines]
+    told = [line for line in lines if not _OF_A_LOADED_MACHINE.search(line)]
+    return [line.rstrip() for line in told if line.strip()]
+
+
+def differences(golden: list[str], printed: list[str]) -> list[str]:
+    """Return in what a text differs from the golden one, as a diff shows it.
 
     Args:
-        text: what was printed.
-        folder: where it was printed.
+        golden: lines, some of them marked.
+        printed: lines, without what varies.
     """
-    plain = _CONSEQUENCES.sub("", text)
-    lines: list[str] = []
-    for line in plain.replace(str(folder), "FOLDER").replace(str(ROOT), "CHECKOUT").splitlines():
-        if _BY_THE_CLOCK.search(line) or _MARKS.fullmatch(line):
-            continue
-        for pattern, name in _VARIES:
-            line = re.sub(pattern, name, line)  # noqa: PLW2901 - one after the other
-        if line not in _newest_of_ranks(lines):
-            lines.append(line.rstrip())
-    return lines
+    marked = [found.groups() for found in map(_MARKED.fullmatch, golden) if found]
+    anywhere = Counter({line: int(most) for most, mark, line in marked if mark == "*"})
+    here = []
+    for line in printed:
+        anywhere[line] -= 1
+        here += [line] if anywhere[line] < 0 else []
+    spare = Counter(here)
+    spare.subtract(line for most, _, line in marked if not most)
+    expected = []
+    for most, mark, line in marked:
+        times = min(int(most), max(spare[line], 0)) if mark == "?" else int(not mark)
+        expected += times * [line]
+        spare[line] -= times if mark else 0
+    return list(difflib.unified_diff(expected, here, "golden", "printed", lineterm="", n=2))
 
 
-def _newest_of_ranks(lines: list[str]) -> list[str]:
-    """Return the last lines if they are of ranks: an equal one of another rank may follow."""
-    others = [at for at, line in enumerate(lines, 1) if _OF_RANKS not in line]
-    return lines[max(others, default=0) :]
-
-
-def differences(golden: Path, text: str, folder: Path) -> str:
-    """Return how a text differs from the golden one, as a diff; empty if it doesn't.
+def compared(golden: Path, text: str, folder: Path, maybe: Sequence[str] = ()) -> str:
+    """Return how what was printed in a folder differs from a golden text; empty if it doesn't.
 
     Args:
-        golden: file with the lines that are printed, as `without_what_varies` returns them.
+        golden: the file.
         text: what was printed.
-        folder: where it was printed.
+        folder: where.
+        maybe: further marked lines.
     """
-    printed = without_what_varies(text, folder)
-    expected = golden.read_text(encoding="utf-8").splitlines()
-    return "\n".join(unified_diff(expected, printed, golden.name, "printed", lineterm=""))
+    lines = [*golden.read_text(encoding="utf-8").splitlines(), *maybe]
+    differs = differences(lines, without_what_varies(text, folder))
+    return "\n".join([f"{golden.name} differs:", *differs] if differs else [])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheel.golden import differences, without_what_varies
-from tests.wheel.newcomer import newcomers_environment
+from tests.support.newcomer import newcomers_environment
+from tests.support.printed import differences, without_what_varies
 
 GOLDEN = ["begins", "3* progress", "2? saved", "saved", "the run", "the report"]
 ALWAYS = ["begins", "saved", "the run", "the report"]

@@ -1,7 +1,7 @@
 """The first hour: newcomers type what the pages say, from a wheel where no checkout is needed.
 
 Each prints how long its first success took. Times aren't asserted; what is printed is, line by
-line, but for what varies (see `golden`).
+line, but for what varies (see `tests/support/printed`).
 clusters/test_batch_page has the newcomer with a batch system.
 """
 
@@ -20,11 +20,11 @@ from nbclient import NotebookClient
 
 from tests.integration.test_manual import blocks_of, terminal
 from tests.integration.test_wheel import EXAMPLES, built_wheel, installed
+from tests.support.newcomer import newcomers_environment
+from tests.support.printed import compared
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import HANG_S, wait_until
 from tests.support.workers import ROOT
-from tests.wheel.golden import check
-from tests.wheel.newcomer import newcomers_environment
 from tests.workloads import torchrun_script
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,7 +52,9 @@ def timed(what: str, folder: Path) -> Iterator[list[str]]:
     took_s, lines = time.monotonic() - began_s, "".join(said).splitlines()
     print(f"{what}: {took_s:.1f} s, {len(lines)} lines")
     assert 0 < len(lines) <= MOST_LINES[what], "\n".join(lines)
-    check(what, "".join(said), folder)
+    golden = Path(__file__).parent / "golden" / f"{what.replace(' ', '_')}.txt"
+    differs = compared(golden, "".join(said), folder)
+    assert not differs, differs
 
 
 def typed(command: str, folder: Path, bin_folder: Path, **changes: str) -> str:

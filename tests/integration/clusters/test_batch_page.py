@@ -14,10 +14,10 @@ from prefect_torch_ddp.records.run_record import RunRecord, list_run_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.clusters.sites import Site
 from tests.integration.test_manual import answers, terminal
+from tests.support.newcomer import newcomers_environment
 from tests.support.ports import free_port
+from tests.support.printed import compared
 from tests.support.waiting import HANG_S, wait_until
-from tests.wheel.golden import check
-from tests.wheel.newcomer import newcomers_environment
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = (DOCS / "batch.md", DOCS / "batch_sites.md")
@@ -94,7 +94,8 @@ def test_the_pages_of_a_batch_system_as_they_are_typed(site: Site, tmp_path: Pat
     assert "nothing is wrong" in said["doctor"]
     assert "accuracy" in said["train"]
     assert len(said["train"].splitlines()) <= MOST_LINES, said["train"]
-    check("a batch run", said["train"], tmp_path)
+    differs = compared(DOCS.parent / "tests/wheel/golden/a_batch_run.txt", said["train"], tmp_path)
+    assert not differs, differs
     jobs = [(project / "digits.log").read_text(), (project / "digits-flow.log").read_text()]
     places = ("runs", "chains/digits", "chains/digits-flow")
     states = [
