@@ -81,7 +81,8 @@ def _save_apart(ctx: RankContext, trainer: Trainer, callback: "_Callback") -> No
     Several runs may have one output_dir, in which the Trainer itself may save nothing.
     """
     handler = trainer.callback_handler
-    save, save_to, tell = trainer._save_checkpoint, trainer._get_output_dir, handler.on_save  # noqa: SLF001
+    save, tell = trainer._save_checkpoint, handler.on_save  # noqa: SLF001
+    save_to = trainer._get_output_dir  # noqa: SLF001
     # Beside checkpoint_folder, which is removed with its parent: names of commits stay as in
     # output_dir, and the Trainer, which removes old checkpoints, doesn't find the restored one.
     apart = tempfile.mkdtemp(prefix="saves-", dir=ctx.checkpoint_folder.parent)
