@@ -137,7 +137,7 @@ class TrainingProgress:
         epoch = f"epoch {count(newest.epoch)}{epochs} · " if newest.epoch else ""
         position = f"{epoch}step {count(newest.step)}{steps}"
         if self.status == "failed":
-            # The step in which it failed, which the title has, is the next one.
+            # The title has the step in which it failed, which may be the next one.
             whole = f" of {count(total_steps)}" if total_steps else ""
             position = f"{epoch}{count(newest.step)}{whole} steps done"
         losses_first = sorted(self.metrics.items(), key=lambda each: "loss" not in each[0].lower())
